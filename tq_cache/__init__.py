@@ -1,0 +1,22 @@
+"""A quantised KV cache for Hugging Face transformers.
+
+    import tq_cache
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="turboquant")
+    out = model.generate(**inputs, past_key_values=tq_cache.TurboQuantCache(model.config, preset="4bit_nc"))
+
+Importing registers the attention function "turboquant" and its mask function, and does nothing else.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import turboquant_attention, turboquant_mask
+from .cache import TurboQuantCache
+from .layers import ATTENTION_NAME
+from .presets import FORMATS, PRESETS
+from .report import CacheReport
+
+__version__ = "0.1.0"
+__all__ = ["FORMATS", "PRESETS", "CacheReport", "TurboQuantCache", "__version__"]
+
+AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

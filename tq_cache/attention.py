@@ -1,0 +1,87 @@
+"""The attention function behind `attn_implementation="turboquant"`.  No maths here.
+
+Three ways, side by side in `turboquant_attention`: layers that are not packed, the first prefill (all tokens are still
+exact), and attention over packed tokens (decode, or a chunk over a packed past).
+"""
+
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from . import ops
+from .handle import paired_view, plain
+from .parts import KVView
+
+# The mask that goes with it: bool [B, 1, S, T], True takes part; None where plain causal attention is meant.
+turboquant_mask = sdpa_mask
+
+
+def turboquant_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [B, H_q, S, D] over keys and values [B, H_kv, T, D], as tensors or as a cache's handles.
+
+    attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
+    scaling:        factor of the scores, D ** -0.5 by default; softcap: see `reference.attend`
+    s_aux:          [H_q], a logit per head that takes weight and gives nothing
+    position_bias:  added to the scores, [1 or B, H_q, S, T]
+
+    Returns the output [B, S, H_q, D_v], contiguous, and None for the weights.  Raises ValueError or
+    NotImplementedError on what it cannot do rather than leave it out.
+    """
+    _refuse(kwargs, dropout, module)
+    view = paired_view(key, value)
+    if view is None or view.is_exact:
+        key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
+        if softcap is None and s_aux is None and position_bias is None:
+            return sdpa_attention_forward(
+                *(module, query, key, value, attention_mask), dropout=dropout, scaling=scaling, is_causal=is_causal
+            )
+        view = KVView(key, value)  # sdpa knows none of these
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out, _ = ops.implementation(view.backend, query.device).attend(
+        query,
+        view,
+        _with_bias(attention_mask, position_bias, query.shape[2], view.length, is_causal),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        is_causal=is_causal,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(kwargs: dict[str, Any], dropout: float, module: torch.nn.Module) -> None:
+    """Raise on arguments that change the result and are not supported here."""
+    if kwargs.get("output_attentions"):
+        raise ValueError("expected output_attentions=False, got True: packed attention forms no weights; use eager")
+    if dropout and module.training:
+        raise NotImplementedError("attention dropout is not supported by 'turboquant'; call model.eval() or use sdpa")
+
+
+def _with_bias(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, num_queries: int, length: int, is_causal: bool
+) -> torch.Tensor | None:
+    """Mask and position bias as one mask."""
+    if bias is None:
+        return mask
+    if mask is None and is_causal and num_queries > 1:
+        mask = torch.ones(num_queries, length, dtype=torch.bool, device=bias.device).tril(length - num_queries)[
+            None, None
+        ]
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

@@ -1,0 +1,136 @@
+"""`TurboQuantCache`: what a user hands to `generate()`."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from .compat import decoder_config, layer_kinds, own_layers
+from .layers import PackedHybridLayer, PackedIndexedLayer, PackedLayer
+from .ops import check_backend
+from .policy import LayerPlan, plan_layers
+from .presets import Preset, resolve_preset
+from .report import CacheReport, held_bytes, make_report
+from .storage import LayerStorage
+
+
+class TurboQuantCache(DynamicCache):
+    """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
+
+    With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
+    tensors.  Layers that are not packed are transformers' own.  A token with NaN or inf reads back as NaN and changes
+    no other.
+
+    config:          the model's config
+    preset:          a name in `PRESETS`
+    key, value:      formats that replace the preset's (`presets.FORMATS`)
+    residual_length: up to so many newest tokens stay in the model's dtype; 0 packs every token at once
+    sink_tokens:     so many first tokens stay in the model's dtype
+    skip_layers:     layers left in the model's dtype: "boundary", "sliding_window", indices (negative from the end)
+    boundary_layers: how many layers at each end "boundary" means, among those that hold keys and values
+    center:          subtract a fixed vector per KV head (None: as the preset)
+    smooth:          exponent of channel smoothing of keys, 0 (off) to 1 (None: as the preset)
+    max_cache_len:   preallocate for torch.compile; not available in this version
+    backend:         "auto", "reference" (plain PyTorch) or "triton"
+    offloading:      keep layers in CPU memory between their turns (needs a CUDA device)
+
+    Raises ValueError or TypeError on arguments that make no sense, NotImplementedError on what is not available.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        preset: str = "4bit_nc",
+        *,
+        key: str | None = None,
+        value: str | None = None,
+        residual_length: int = 128,
+        sink_tokens: int = 0,
+        skip_layers: Sequence[str | int] | str | int = ("boundary", "sliding_window"),
+        boundary_layers: int = 2,
+        center: bool | None = None,
+        smooth: float | None = None,
+        max_cache_len: int | None = None,
+        backend: str = "auto",
+        offloading: bool = False,
+    ) -> None:
+        if residual_length < 0 or sink_tokens < 0:
+            raise ValueError(
+                f"expected residual_length and sink_tokens of 0 or more, got {residual_length} and {sink_tokens}"
+            )
+        if max_cache_len is not None:
+            raise NotImplementedError(
+                "max_cache_len (a preallocated cache) is not available in this version; leave it out"
+            )
+        check_backend(backend)
+        self.config = decoder_config(config)
+        self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
+        self.plans: list[LayerPlan] = plan_layers(layer_kinds(self.config), skip_layers, boundary_layers)
+        self._warn_if_nothing_is_packed()
+        layers = own_layers(self.config)
+        for plan in self.plans:
+            if plan.packed:
+                storage = LayerStorage(self.preset, residual_length, sink_tokens, backend)
+                layers[plan.index] = self._packed_layer(plan, storage, layers[plan.index])
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
+
+    def _packed_layer(self, plan: LayerPlan, storage: LayerStorage, replaced: Any) -> PackedLayer:
+        if plan.kind == "hybrid":
+            return PackedHybridLayer(storage, self.config, replaced.number_of_states)
+        if plan.kind == "indexed_attention":
+            return PackedIndexedLayer(storage, self.config)
+        return PackedLayer(storage, self.config)
+
+    def _warn_if_nothing_is_packed(self) -> None:
+        if not any(plan.packed for plan in self.plans):
+            reasons = ", ".join(sorted({plan.reason for plan in self.plans}))
+            warnings.warn(
+                f"no layer of this model will be packed ({reasons}), so the cache saves no memory; "
+                "see skip_layers and boundary_layers, and cache.report()",
+                stacklevel=3,
+            )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self._held_batch_size(layer_idx)
+        if held is not None and held != key_states.shape[0]:
+            raise ValueError(
+                f"expected keys of batch {held}, as this cache holds, got batch {key_states.shape[0]}; "
+                "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _held_batch_size(self, layer_idx: int) -> int | None:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PackedLayer):
+            return layer.storage.batch_size
+        keys = getattr(layer, "keys", None)
+        return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
+        length = self.get_seq_length()
+        if tokens_to_remove < -length:
+            raise ValueError(f"expected to remove at most the {length} tokens held, got {-tokens_to_remove}")
+        super().crop(tokens_to_remove)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, room for coming tokens included."""
+        return sum(held_bytes(layer) for layer in self.layers)
+
+    def report(self) -> CacheReport:
+        """What is stored, per layer and in all; `print` shows it as a table."""
+        return make_report(self.preset, self.plans, self.layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
+        memo[id(self.config)] = self.config  # the model's own, whose attention function may change later
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(part, memo) for name, part in self.__dict__.items()})
+        return twin

@@ -1,0 +1,49 @@
+"""What differs between the transformers versions supported (5.17 to 5.23), in one place."""
+
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
+
+# Up to 5.17 a positive argument of `crop` means the tokens to keep; 5.23 refuses it.
+CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.18")
+
+
+def decoder_config(config: Any) -> PreTrainedConfig:
+    """The part of a config that describes the decoder.  Raises TypeError or ValueError unless it can have a cache."""
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"expected a transformers config (model.config), got {type(config).__name__}")
+    decoder = config.get_text_config(decoder=True)
+    if getattr(decoder, "num_hidden_layers", None) is None:
+        raise ValueError(
+            f"expected a decoder config with num_hidden_layers, got {type(decoder).__name__} without; "
+            "pass the config of a decoder model"
+        )
+    return decoder
+
+
+def layer_kinds(decoder: PreTrainedConfig) -> list[str]:
+    """Kind of each cache layer of this decoder, as transformers names them (see `policy`)."""
+    # A pair in both versions: the kinds, then the layers' arguments (5.17: one dict; 5.23: one a layer).
+    return list(get_layer_types_and_kwargs(decoder)[0])
+
+
+def own_layers(decoder: PreTrainedConfig) -> list[Any]:
+    """transformers' own cache layers for this decoder, one for each of `layer_kinds`."""
+    return list(DynamicCache(config=decoder).layers)
+
+
+def length_after_crop(tokens_to_remove: int, length: int) -> int:
+    """Tokens left of `length` after transformers' `crop(tokens_to_remove)`.
+
+    Negative or zero: so many tokens are removed.  Positive: so many are kept (5.17), ValueError (5.23).
+    """
+    if tokens_to_remove > 0:
+        if not CROP_TAKES_LENGTH:
+            raise ValueError(f"expected a number of tokens to remove as zero or less, got {tokens_to_remove}")
+        return min(tokens_to_remove, length)
+    if -tokens_to_remove > length:
+        raise ValueError(f"expected to remove at most the {length} tokens held, got {-tokens_to_remove}")
+    return length + tokens_to_remove

@@ -1,0 +1,78 @@
+"""The handles that a packed layer gives a model in place of keys and values.
+
+A handle has the shape, dtype and device of the tensor it stands for and holds a `KVView`.  The registered attention
+function recognises the two handles of one update and reads the packed parts; any other operation on a handle
+dequantises it first, so a model that changes keys or values on the way still gets right answers.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from . import ops
+from .parts import KVView
+from .presets import Role
+
+
+class KVHandle(torch.Tensor):
+    """Stands for the keys or the values of `view`, [B, H_kv, view.length, D]."""
+
+    view_of_cache: KVView
+    role: Role
+
+    # The dispatch below sees every operation.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, view: KVView, role: Role) -> "KVHandle":
+        like = view.keys if role == "key" else view.values
+        shape = (*like.shape[:2], view.length, like.shape[3])
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        handle.view_of_cache, handle.role = view, role
+        return handle
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"KVHandle({self.role}, shape={list(self.shape)}, packed={self.view_of_cache.packed_length})"
+
+    def dequantize(self) -> torch.Tensor:
+        """The tensor that this handle stands for."""
+        return materialize(self.view_of_cache, self.role)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def plain(x: Any) -> Any:
+    """`x`, dequantised if it is a handle."""
+    return x.dequantize() if isinstance(x, KVHandle) else x
+
+
+def materialize(view: KVView, role: Role) -> torch.Tensor:
+    """All keys, or values, of a view in the model's dtype: [B, H_kv, view.length, D]."""
+    exact, sinks, packed = (
+        (view.keys, view.sink_keys, view.key) if role == "key" else (view.values, view.sink_values, view.value)
+    )
+    if view.is_exact:
+        return exact
+    parts = [] if sinks is None else [sinks]
+    if packed is not None:
+        run = ops.implementation(view.backend, exact.device)
+        parts.append(run.dequantize(packed, view.packed_length, exact.dtype))
+    return torch.cat([*parts, exact], dim=2)
+
+
+def paired_view(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
+    """The view behind an untouched pair of handles; None if these are anything else."""
+    if (
+        isinstance(key, KVHandle)
+        and isinstance(value, KVHandle)
+        and key.view_of_cache is value.view_of_cache
+        and (key.role, value.role) == ("key", "value")
+    ):
+        return key.view_of_cache
+    return None

@@ -1,0 +1,128 @@
+"""transformers' layer contract over `LayerStorage`.  No maths here."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .compat import length_after_crop
+from .handle import KVHandle, materialize
+from .storage import LayerStorage
+
+ATTENTION_NAME = "turboquant"
+
+
+class PackedLayer(DynamicLayer):
+    """A full attention layer whose keys and values are packed.
+
+    `update` returns lazy handles when the model runs attn_implementation="turboquant", dequantised tensors otherwise.
+    """
+
+    is_croppable = True
+
+    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
+        self.storage = storage
+        self.config = config
+        self.is_initialized = False
+
+    # keys and values are derived, never held
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, dequantised, [B, H_kv, T, D]; None before the first update."""
+        return materialize(self.storage.view(), "key") if self.get_seq_length() else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, dequantised, [B, H_kv, T, D]; None before the first update."""
+        return materialize(self.storage.view(), "value") if self.get_seq_length() else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        view = self.storage.append(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.config._attn_implementation == ATTENTION_NAME:
+            return KVHandle(view, "key"), KVHandle(view, "value")
+        return materialize(view, "key"), materialize(view, "value")
+
+    def get_seq_length(self) -> int:
+        return self.storage.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
+
+    def reset(self) -> None:
+        self.storage.clear()
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.storage.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.storage.repeat(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.storage.select(indices)
+
+    def offload(self) -> None:
+        self.storage.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.storage.to(self.device)
+
+
+class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
+    """A packed layer of a sparse attention model (DSA); the indexer's small keys stay as transformers keeps them."""
+
+    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
+        PackedLayer.__init__(self, storage, config)
+        self.indexer_keys = None
+        self.indexer_position_ids = None
+        self.is_indexer_initialized = False
+
+
+class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
+    """A layer with a linear-attention state, kept as transformers keeps it, beside packed keys and values."""
+
+    def __init__(self, storage: LayerStorage, config: PreTrainedConfig, number_of_states: int) -> None:
+        PackedLayer.__init__(self, storage, config)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:
+        # transformers tells the two initialisations apart likewise: keys and values come as two positional arguments
+        if args:
+            PackedLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def offload(self) -> None:
+        PackedLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        PackedLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self) -> None:
+        PackedLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        PackedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PackedLayer.crop(self, tokens_to_remove)

@@ -1,0 +1,105 @@
+"""What a cache holds, per layer and in all, as data and as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .layers import PackedLayer
+from .policy import LayerPlan
+from .presets import Preset
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: `tokens` it holds, `nbytes` of all its tensors, `bytes_16bit` the same keys and values would take."""
+
+    index: int
+    kind: str
+    stored: str
+    tokens: int
+    nbytes: int
+    bytes_16bit: int
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits held per key or value element, room for coming tokens included; 0 for a layer without any."""
+        return 16 * self.nbytes / self.bytes_16bit if self.bytes_16bit else 0.0
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds; `str` gives a table."""
+
+    preset: str
+    layers: list[LayerReport]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_16bit(self) -> int:
+        """Bytes that the keys and values held would take at 16 bits."""
+        return sum(layer.bytes_16bit for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than at 16 bits; 0 for an empty cache."""
+        return self.bytes_16bit / self.nbytes if self.nbytes else 0.0
+
+    def __str__(self) -> str:
+        table = Table(title=f"TurboQuantCache, preset {self.preset}")
+        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element"):
+            table.add_column(heading, justify="left" if heading in ("kind", "stored as") else "right")
+        for layer in self.layers:
+            table.add_row(
+                *[str(layer.index), layer.kind, layer.stored, f"{layer.tokens:,}", f"{layer.nbytes:,}"],
+                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}"],
+            )
+        table.add_section()
+        table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}", "")
+        console = Console(file=StringIO(), width=120)
+        console.print(table)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue().rstrip()
+
+
+def make_report(preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any]) -> CacheReport:
+    """The report of a cache's layers and their plans."""
+    return CacheReport(
+        preset.name, [_layer_report(preset, plan, layer) for plan, layer in zip(plans, layers, strict=True)]
+    )
+
+
+def _layer_report(preset: Preset, plan: LayerPlan, layer: Any) -> LayerReport:
+    if isinstance(layer, PackedLayer):
+        stored = f"K {preset.key.name}, V {preset.value.name}"
+        tokens, elements = layer.storage.length, layer.storage.elements
+    else:
+        exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"
+        stored = f"{stored} ({plan.reason})"
+        tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
+        elements = sum(x.numel() for x in exact)
+    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements)
+
+
+def held_bytes(layer: Any) -> int:
+    """Bytes of every tensor that a cache layer, packed or transformers' own, holds; each storage once."""
+    if isinstance(layer, PackedLayer):
+        own = [value for name, value in vars(layer).items() if name != "storage"]
+        return layer.storage.nbytes + _tensor_bytes(own)
+    return _tensor_bytes(list(vars(layer).values()))
+
+
+def _tensor_bytes(values: list[Any]) -> int:
+    flat = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in flat if isinstance(x, torch.Tensor)
+    }
+    return sum(storages.values())

@@ -1,0 +1,268 @@
+"""One layer's keys and values: sinks, packed blocks and the newest tokens, with every operation a cache needs.
+
+    order of tokens   | sinks         | packed                                | tail                 |
+    held in           | model's dtype | codes in blocks, scales               | model's dtype        |
+    how many          | sink_tokens   | the rest, packed once, never again    | up to residual_length|
+
+Packed memory grows by an eighth at a time, the tail is a buffer that is written in place.  Operations other than
+`append` move bits: no token is ever quantised twice.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from . import ops
+from .packing import BLOCK_TOKENS
+from .parts import Calibration, KVView, PackedStates, map_tensors, tensors
+from .presets import Preset, Role
+from .rotation import check_head_dim
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+class LayerStorage:
+    """Keys and values of one layer.
+
+    preset:          formats, centring, smoothing
+    residual_length: up to so many newest tokens stay in the model's dtype; 0 packs all at once
+    sink_tokens:     so many first tokens stay in the model's dtype
+    backend:         see `ops`
+    """
+
+    def __init__(self, preset: Preset, residual_length: int, sink_tokens: int, backend: str) -> None:
+        self.preset = preset
+        self.residual_length = residual_length
+        self.sink_tokens = sink_tokens
+        self.backend = backend
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also dtype, shapes and calibration."""
+        self.key: PackedStates | None = None
+        self.value: PackedStates | None = None
+        self.sink_keys: torch.Tensor | None = None
+        self.sink_values: torch.Tensor | None = None
+        self.tail_keys: torch.Tensor | None = None  # buffers with room for more than tail_length tokens
+        self.tail_values: torch.Tensor | None = None
+        self.packed_length = 0
+        self.tail_length = 0
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        sinks = 0 if self.sink_keys is None else self.sink_keys.shape[2]
+        return sinks + self.packed_length + self.tail_length
+
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences held, None before the first token."""
+        return None if self.tail_keys is None else self.tail_keys.shape[0]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all keys and values held."""
+        if self.tail_keys is None or self.tail_values is None:
+            return 0
+        batch, heads, _, key_dim = self.tail_keys.shape
+        return batch * heads * self.length * (key_dim + self.tail_values.shape[3])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, room for coming tokens included."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def view(self) -> KVView:
+        """Everything held, as it is now; raises ValueError on an empty storage."""
+        if self.tail_keys is None or self.tail_values is None:
+            raise ValueError("expected a storage with tokens, got an empty one; append first")
+        return self._view(self.tail_keys[:, :, : self.tail_length], self.tail_values[:, :, : self.tail_length])
+
+    def _view(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        packed = self.packed_length > 0
+        return KVView(
+            keys,
+            values,
+            self.packed_length,
+            self.key if packed else None,
+            self.value if packed else None,
+            self.sink_keys,
+            self.sink_values,
+            self.backend,
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        exact = (self.sink_keys, self.sink_values, self.tail_keys, self.tail_values)
+        packed = [tensor for states in (self.key, self.value) if states is not None for tensor in tensors(states)]
+        return [tensor for tensor in exact if tensor is not None] + packed
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Add tokens, [B, H_kv, T, D] each, and return what attention over them should read.
+
+        In that view the new tokens and the tail before them are still exact, also those that get packed here.
+        Raises ValueError, before anything changes, when the shapes do not fit each other or what is held.
+        """
+        self._check(keys, values)
+        # Buffers outlive an inference_mode block, in which plain tensors could not be written again outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            view = self._view(*self._with_tail(keys, values))
+            self._settle(view.keys.detach(), view.values.detach())
+        return view
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
+                f"got {list(keys.shape)} and {list(values.shape)}"
+            )
+        check_head_dim(keys.shape[3])
+        check_head_dim(values.shape[3])
+        for held, new, name in ((self.tail_keys, keys, "keys"), (self.tail_values, values, "values")):
+            if held is not None and (held.shape[:2], held.shape[3]) != (new.shape[:2], new.shape[3]):
+                raise ValueError(
+                    f"expected {name} of batch {held.shape[0]}, {held.shape[1]} KV heads and head_dim {held.shape[3]}, "
+                    f"as this cache holds, got {list(new.shape)}; use a new cache, reset() or batch_select_indices()"
+                )
+
+    def _with_tail(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tail with the new tokens behind it: in its buffer while there is room, else beside it."""
+        start, end = self.tail_length, self.tail_length + keys.shape[2]
+        if self.tail_keys is None or self.tail_values is None:
+            return keys, values
+        if end <= self.tail_keys.shape[2]:
+            self.tail_keys[:, :, start:end] = keys
+            self.tail_values[:, :, start:end] = values
+            return self.tail_keys[:, :, :end], self.tail_values[:, :, :end]
+        if start == 0:
+            return keys, values
+        held_keys, held_values = self.tail_keys[:, :, :start], self.tail_values[:, :, :start]
+        return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
+
+    def _settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Pack what is too much of a tail, keep the rest as the new one."""
+        waiting = self.sink_tokens if self.sink_keys is None else 0
+        surplus = keys.shape[2] - waiting - self.residual_length
+        in_place = self.tail_keys is not None and keys.data_ptr() == self.tail_keys.data_ptr()
+        if surplus <= 0 and in_place:
+            self.tail_length = keys.shape[2]
+            return
+        count = 0
+        if surplus > 0:
+            # Whole blocks where there are enough tokens, so that blocks fill once and stay aligned.
+            end = min(_round_up(self.packed_length + surplus), self.packed_length + keys.shape[2] - waiting)
+            count = end - self.packed_length
+            if waiting:
+                self.sink_keys, self.sink_values = keys[:, :, :waiting].clone(), values[:, :, :waiting].clone()
+            keys, values = keys[:, :, waiting:], values[:, :, waiting:]
+            self._pack(keys, values, count)
+        # New buffers, since a view of the old ones may still be read.
+        self.tail_length = keys.shape[2] - count
+        self.tail_keys = self._buffer(keys[:, :, count:])
+        self.tail_values = self._buffer(values[:, :, count:])
+
+    def _buffer(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a tail with room for coming tokens: an eighth more, up to what a tail ever holds."""
+        most = self.residual_length + self.sink_tokens + 1
+        room = min(most, _round_up(x.shape[2] * 9 // 8 + 1))
+        buffer = x.new_zeros(*x.shape[:2], room, x.shape[3])
+        buffer[:, :, : x.shape[2]] = x
+        return buffer
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Store the first `count` tokens behind the packed ones; the first time, all of them are calibrated on."""
+        run = ops.implementation(self.backend, keys.device)
+        if self.packed_length == 0:
+            counts = _not_padding(values)
+            center, smooth = self.preset.center, self.preset.smooth
+            self.key = self._empty("key", keys, count, run.calibrate(keys, self.preset.key, center, smooth, counts))
+            self.value = self._empty(
+                "value", values, count, run.calibrate(values, self.preset.value, center, 0.0, counts)
+            )
+        assert self.key is not None and self.value is not None
+        end = self.packed_length + count
+        if end > self.key.capacity:
+            capacity = _round_up(max(end, self.key.capacity * 9 // 8))
+            self.key, self.value = _grown(self.key, capacity), _grown(self.value, capacity)
+        run.store(self.key, keys[:, :, :count], self.packed_length)
+        run.store(self.value, values[:, :, :count], self.packed_length)
+        self.packed_length = end
+
+    def _empty(self, role: Role, like: torch.Tensor, count: int, calibration: Calibration) -> PackedStates:
+        fmt = self.preset.key if role == "key" else self.preset.value
+        return PackedStates.empty(role, fmt, like, _round_up(count), calibration)
+
+    # -------------------------------------------------------------------------------------------- whole tokens
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens.  Raises ValueError unless there are so many."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"expected to keep 0 to {self.length} tokens, got {length}")
+        if length == 0:
+            self.clear()
+            return
+        removed = self.length - length
+        from_tail = min(removed, self.tail_length)
+        from_packed = min(removed - from_tail, self.packed_length)
+        from_sinks = removed - from_tail - from_packed
+        self.tail_length -= from_tail
+        self.packed_length -= from_packed
+        if from_sinks and self.sink_keys is not None and self.sink_values is not None:
+            self.sink_keys, self.sink_values = self.sink_keys[:, :, :-from_sinks], self.sink_values[:, :, :-from_sinks]
+
+    # --------------------------------------------------------------------------------------- whole sequences
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices` (int64, may repeat; or bool) in that order."""
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def repeat(self, repeats: int) -> None:
+        """Every sequence `repeats` times, one behind the other."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything; does not wait for the copies."""
+        self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("sink_keys", "sink_values", "tail_keys", "tail_values"):
+                tensor = getattr(self, name)
+                setattr(self, name, None if tensor is None else function(tensor))
+            self.key = None if self.key is None else map_tensors(self.key, function)
+            self.value = None if self.value is None else map_tensors(self.value, function)
+
+
+def _grown(states: PackedStates, capacity: int) -> PackedStates:
+    """The same states with room for `capacity` tokens."""
+
+    def grow(tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        larger = tensor.new_zeros(*tensor.shape[:2], size, *tensor.shape[3:])
+        larger[:, :, : tensor.shape[2]] = tensor
+        return larger
+
+    packed = grow(states.packed, capacity // BLOCK_TOKENS)
+    assert packed is not None
+    return replace(states, packed=packed, scale=grow(states.scale, capacity), zero=grow(states.zero, capacity))
+
+
+def _not_padding(values: torch.Tensor) -> torch.Tensor:
+    """Which tokens calibration may count, bool [B, 1, T, 1]: all but a leading run of equal ones.
+
+    A cache is not told where a batch is padded.  But padding on the left sees only padding and values carry no
+    position, so padded tokens all have the same values; a run of two or more is left out, unless it is all there is.
+    """
+    first = values[:, :, :1]
+    distance = (values - first).abs().amax(dim=(1, 3))
+    tolerance = 0.02 * first.abs().amax(dim=(1, 3))
+    run = (distance <= tolerance).cumprod(dim=1).bool()  # [B, T], always true for the first token
+    padding = run & (run.sum(dim=1, keepdim=True) > 1) & ~run.all(dim=1, keepdim=True)
+    return ~padding[:, None, :, None]
