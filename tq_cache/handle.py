@@ -36,8 +36,8 @@ class KVHandle(torch.Tensor):
         return f"KVHandle({self.role}, shape={list(self.shape)}, packed={self.view_of_cache.packed_length})"
 
     def dequantize(self) -> torch.Tensor:
-        """The tensor that this handle stands for."""
-        return materialize(self.view_of_cache, self.role)
+        """The tensor that this handle stands for, contiguous as the handle says it is."""
+        return materialize(self.view_of_cache, self.role).contiguous()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -88,7 +88,7 @@ def _preset(name: str, key: str, value: str) -> Preset:
 
 # Exponent of smoothing for the project's own presets: the least that keeps 4-bit keys with 16 times larger channels
 # within 0.007 of KL; 1.0 would cost 20 % on keys without outliers (README, quality table).
-TQ_SMOOTH = 0.6
+TQ_SMOOTH = 0.65
 
 PRESETS: dict[str, Preset] = {
     preset.name: preset

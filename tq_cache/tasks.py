@@ -89,7 +89,7 @@ _COUNTED = (
     "children;white stones;apples;letters;steps;barrels;trees"
 ).split(";")
 _ADVERBS = (
-    "Soon;Later;After a while;Then;At last;Before long;A little later;Once more;Without a word;As always"
+    "Soon;Later;After a while;Then;At last;Before long;A little later;Once more;Without a word;As always;For once"
 ).split(";")
 _ONSETS = "b br d dr f fl g gr h j k kr l m n p pr r s st t tr v w z th sh".split()
 _VOWELS = "a e i o u a e o ei au".split()
@@ -519,6 +519,7 @@ def hide(rng: random.Random, task: Task, n_tokens: int, count_tokens: CountToken
     """
     question = task.questions[0][0]
     used = count_tokens(question) + _facts_size(task, count_tokens)
+    used += count_tokens("\n\n") * len(task.inserts)  # Each may start a new paragraph.
     filler: list[str] = []
     starts: list[int] = []  # Tokens of filler before each piece.
     total = 0
@@ -562,12 +563,11 @@ def build_case(
     items: int | None = None,
     split: str = "eval",
 ) -> Case:
-    """A case whose prompt has at most about ``n_tokens`` tokens (short by at most a sentence).
+    """A case whose prompt has about ``n_tokens`` tokens: a sentence or two short, rarely a token over.
 
     Unless ``items`` is given, short prompts get fewer facts, so that filler is at least half.
-    Tokens are counted sentence by sentence; a tokenizer that merges across sentences, or adds a
-    special token to every text, should pass ``count_tokens`` that leaves those out. The same
-    arguments give the same case. ``split`` names the seed space: training uses "train" only.
+    Tokens are counted sentence by sentence, so leave special tokens out of ``count_tokens``. The
+    same arguments give the same case. ``split`` names the seed space: training uses "train" only.
     """
     rng = rng_for(f"{split}/{kind}", seed)
     task = make_task(kind, rng, depth, items)

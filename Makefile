@@ -1,0 +1,44 @@
+# `make demo` sets everything up and shows the main job; `make test` passes the checks. Both make their own environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+# Without an NVIDIA GPU, take the CPU build of torch: the default one pulls gigabytes of CUDA on Linux.
+CPU_ONLY := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && echo yes)
+
+.PHONY: demo test slow gpu style format clean
+
+demo: $(VENV)/ready
+	$(BIN)/tq-cache demo
+
+test: $(VENV)/ready style
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+slow: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+gpu:
+	$(PYTHON) -m pytest -m gpu
+
+style: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(CPU_ONLY),yes)
+	$(BIN)/pip install -q torch==$(TORCH)+cpu || \
+	  $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
+else
+	$(BIN)/pip install -q "torch>=2.11"
+endif
+	$(BIN)/pip install -q --editable ".[dev]"
+	touch $@
