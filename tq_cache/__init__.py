@@ -9,9 +9,10 @@ Importing registers the attention function "turboquant" and its mask function, a
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import turboquant_attention, turboquant_mask
+from .attention import turboquant_attention
 from .cache import TurboQuantCache
 from .layers import ATTENTION_NAME
+from .masks import turboquant_mask
 from .presets import FORMATS, PRESETS
 from .report import CacheReport
 

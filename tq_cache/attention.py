@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from . import ops
 from .handle import paired_view, plain
+from .masks import with_bias, with_indices
 from .parts import KVView
-
-# The mask that goes with it: bool [B, 1, S, T], True takes part; None where plain causal attention is meant.
-turboquant_mask = sdpa_mask
 
 
 def turboquant_attention(
@@ -28,7 +25,6 @@ def turboquant_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -36,29 +32,32 @@ def turboquant_attention(
 
     attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
     scaling:        factor of the scores, D ** -0.5 by default; softcap: see `reference.attend`
-    s_aux:          [H_q], a logit per head that takes weight and gives nothing
+    s_aux:          [H_q], a logit per head that takes weight and gives nothing; `sinks` [B, H_q, S, 1] likewise
     position_bias:  added to the scores, [1 or B, H_q, S, T]
+    indices:        int [B, S, top_k], the tokens that sparse attention chose (DSA)
 
     Returns the output [B, S, H_q, D_v], contiguous, and None for the weights.  Raises ValueError or
     NotImplementedError on what it cannot do rather than leave it out.
     """
     _refuse(kwargs, dropout, module)
+    mask = with_indices(attention_mask, kwargs.get("indices"), key.shape[2])
+    bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
     view = paired_view(key, value)
     if view is None or view.is_exact:
         key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
-        if softcap is None and s_aux is None and position_bias is None:
+        if softcap is None and s_aux is None and bias is None and sinks is None:
             return sdpa_attention_forward(
-                *(module, query, key, value, attention_mask), dropout=dropout, scaling=scaling, is_causal=is_causal
+                *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
             )
         view = KVView(key, value)  # sdpa knows none of these
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out, _ = ops.implementation(view.backend, query.device).attend(
         query,
         view,
-        _with_bias(attention_mask, position_bias, query.shape[2], view.length, is_causal),
+        with_bias(mask, bias, query.shape[2], view.length, is_causal),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks[..., 0] if sinks is not None else None if s_aux is None else s_aux[None, :, None],
         is_causal=is_causal,
     )
     return out.transpose(1, 2).contiguous(), None
@@ -70,18 +69,9 @@ def _refuse(kwargs: dict[str, Any], dropout: float, module: torch.nn.Module) -> 
         raise ValueError("expected output_attentions=False, got True: packed attention forms no weights; use eager")
     if dropout and module.training:
         raise NotImplementedError("attention dropout is not supported by 'turboquant'; call model.eval() or use sdpa")
-
-
-def _with_bias(
-    mask: torch.Tensor | None, bias: torch.Tensor | None, num_queries: int, length: int, is_causal: bool
-) -> torch.Tensor | None:
-    """Mask and position bias as one mask."""
-    if bias is None:
-        return mask
-    if mask is None and is_causal and num_queries > 1:
-        mask = torch.ones(num_queries, length, dtype=torch.bool, device=bias.device).tril(length - num_queries)[
-            None, None
-        ]
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    for name in ("block_indices", "head_mask", "cache"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"the attention argument {name} of {type(module).__name__} is not supported by 'turboquant'; "
+                "load the model with attn_implementation='sdpa' (the cache then gives it dequantised tensors)"
+            )

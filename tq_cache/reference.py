@@ -161,7 +161,7 @@ def attend(
     mask:    [B or 1, H_q or 1, S, view.length]: bool (True takes part) or float (added to the scores), or None: causal
              if `is_causal`, the last query seeing every token, else full
     scaling: factor of the scores; softcap: scores become softcap * tanh(scores / softcap), before the mask
-    sinks:   [H_q], one more logit per query head that takes weight and gives nothing (GPT-OSS `s_aux`)
+    sinks:   [1 or B, H_q, 1 or S], one more logit per query that takes weight and gives nothing (GPT-OSS `s_aux`)
 
     Returns the output [B, H_q, S, D_v] in the query's dtype and the log of the softmax' sum, [B, H_q, S] in float32
     (float64).  A query that may see no token gets zeros.
@@ -179,7 +179,7 @@ def attend(
     out, lse = merge([out for out, _ in partials], [lse for _, lse in partials])
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if sinks is not None:
-        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
         out, lse = out * torch.exp(lse - with_sinks)[..., None], with_sinks
     return out.to(query.dtype), lse
 

@@ -1,0 +1,99 @@
+"""Greedy generation of every decoder architecture of transformers with this cache, on tiny random models.
+
+`python tests/test_architectures.py > ARCHITECTURES.md` writes the table.
+"""
+
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
+from transformers import DynamicCache
+
+from tq_cache import TurboQuantCache
+
+# These look their attention up in a dict of their own, which knows no registered name: the cache dequantises for them.
+OWN_ATTENTION_ONLY = {"falcon", "git", "gpt_neo", "gptj"}
+# Their own sparse attention, whose arguments "turboquant" refuses, is part of the sdpa path.
+SPARSE_BY_BLOCKS = {"minimax_m3_vl_text"}
+NEW_TOKENS = 12
+
+
+def attention_for(model_type: str) -> str | None:
+    """The attention to load a model with: "turboquant", or its default (None) where that is not possible."""
+    return None if model_type in OWN_ATTENTION_ONLY | SPARSE_BY_BLOCKS else "turboquant"
+
+
+def logits_and_tokens(model, cache, **cache_free) -> tuple[torch.Tensor, torch.Tensor]:
+    out = model.generate(
+        **prompt(model),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(out.logits), out.sequences
+
+
+def run_one(model_type: str) -> tuple[int, int]:
+    """Check one architecture; returns how many of its cache's layers are packed, and how many there are."""
+    own, model = build(model_type), build(model_type, attention_for(model_type))
+
+    def cache(of, **options):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "no layer of this model will be packed")
+            return TurboQuantCache(of.config, skip_layers=("sliding_window",), **options)
+
+    # Lossless: a residual that covers everything.
+    _, expected = logits_and_tokens(own, DynamicCache(config=own.config))
+    lossless = cache(model, residual_length=512)
+    _, tokens = logits_and_tokens(model, lossless)
+    assert torch.equal(tokens, expected), "a residual that covers everything gives other tokens than DynamicCache"
+    # Packed: attention from the packed bits against the model's own attention on the same values, dequantised.
+    exact_logits, _ = logits_and_tokens(own, cache(own, preset="fp8_e4m3", residual_length=0))
+    logits, _ = logits_and_tokens(model, cache(model, preset="fp8_e4m3", residual_length=0))
+    # Up to the first step at which a near tie may split the two runs.
+    same = (logits.argmax(-1) == exact_logits.argmax(-1)).all(dim=1)
+    steps = NEW_TOKENS if same.all() else int(same.int().argmin()) + 1
+    distance = (logits[:steps] - exact_logits[:steps]).abs().max() / exact_logits.std()
+    assert distance < 2e-3, f"packed attention is {distance:.4f} standard deviations from dequantised attention"
+    packed = [layer for layer in lossless.layers if hasattr(layer, "storage") and layer.storage.length]
+    return len(packed), len(lossless.layers)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_architecture(model_type):
+    run_one(model_type)
+
+
+def test_at_least_a_hundred():
+    assert len(ARCHITECTURES) >= 100
+
+
+def main() -> None:
+    """Print the table, in Markdown."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    rows, good = [], 0
+    for model_type in ARCHITECTURES:
+        try:
+            packed, layers = run_one(model_type)
+            path = "packed bits" if attention_for(model_type) else "dequantised"
+            rows.append(f"| {model_type} | ok | {packed} of {layers} | {path} |")
+            good += 1
+        except Exception as error:
+            rows.append(f"| {model_type} | {type(error).__name__}: {' '.join(str(error).split())[:150]} | | |")
+        print(rows[-1], file=sys.stderr)
+    print(
+        f"# Architectures\n\ntransformers {transformers.__version__}, tiny random models: {good} ok of {len(rows)}.\n"
+    )
+    print("| model type | result | layers packed | attention reads |\n|---|---|---|---|")
+    print("\n".join(rows))
+    print("\n## Not tested\n\n| model type | reason |\n|---|---|")
+    print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
+
+
+if __name__ == "__main__":
+    main()

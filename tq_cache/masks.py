@@ -1,0 +1,63 @@
+"""Masks: the one that goes with `attn_implementation="turboquant"`, and what models hand over beside a mask."""
+
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+
+def turboquant_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function registered beside the attention function.
+
+    As for sdpa: bool [B, 1, S, T], True takes part, None where plain causal attention is meant.  Models that know
+    only their own eager attention, whatever is asked for (Bloom, CodeGen, ...), get the float mask that they add.
+    """
+    make = sdpa_mask if _takes_bool_masks(config) else eager_mask
+    return make(*args, config=config, **kwargs)
+
+
+def _takes_bool_masks(config: Any) -> bool:
+    """Whether the model of this config runs more than its own eager attention; true where that is not known."""
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            models = found if isinstance(found, (tuple, list)) else (found,)
+            return any(_runs_other_attention(model) for model in models)
+    return True
+
+
+def _runs_other_attention(model: Any) -> bool:
+    compiled = model._supports_flash_attn or model._supports_flex_attn
+    return model._supports_sdpa or (model._supports_attention_backend and compiled)
+
+
+def with_indices(mask: torch.Tensor | None, indices: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """`mask` narrowed to the tokens that an indexer chose, `indices` int [B, S, top_k] (sparse attention, DSA)."""
+    if indices is None:
+        return mask
+    batch, num_queries, _ = indices.shape
+    chosen = torch.zeros(batch, num_queries, length, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen & causal(num_queries, length, indices.device)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def with_bias(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, num_queries: int, length: int, is_causal: bool
+) -> torch.Tensor | None:
+    """Mask and position bias [1 or B, H_q, S, T] as one mask; no mask means causal attention if `is_causal`."""
+    if bias is None:
+        return mask
+    if mask is None and is_causal and num_queries > 1:
+        mask = causal(num_queries, length, bias.device)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
+    """Causal mask, bool [1, 1, S, T]: the last query sees every token."""
+    full = torch.ones(num_queries, length, dtype=torch.bool, device=device)
+    return full.tril(length - num_queries)[None, None]
