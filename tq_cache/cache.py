@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .compat import decoder_config, layer_kinds, own_layers
+from .compat import RESET_KEEPS_LENGTH, decoder_config, layer_kinds, length_after_crop, own_layers
 from .layers import PackedHybridLayer, PackedIndexedLayer, PackedLayer
 from .ops import check_backend
 from .policy import LayerPlan, plan_layers
@@ -114,10 +114,16 @@ class TurboQuantCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
-        length = self.get_seq_length()
-        if tokens_to_remove < -length:
-            raise ValueError(f"expected to remove at most the {length} tokens held, got {-tokens_to_remove}")
+        length_after_crop(tokens_to_remove, self.get_seq_length())
         super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        if RESET_KEEPS_LENGTH:
+            fresh = own_layers(self.config)
+            for plan in self.plans:
+                if not plan.packed:
+                    self.layers[plan.index] = fresh[plan.index]
 
     @property
     def nbytes(self) -> int:

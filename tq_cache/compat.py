@@ -7,8 +7,11 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
+_BEFORE_5_18 = Version(transformers.__version__) < Version("5.18")
 # Up to 5.17 a positive argument of `crop` means the tokens to keep; 5.23 refuses it.
-CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.18")
+CROP_TAKES_LENGTH = _BEFORE_5_18
+# Up to 5.17 `reset` of a growing layer makes its tensors zeros and keeps its length; 5.23 drops them.
+RESET_KEEPS_LENGTH = _BEFORE_5_18
 
 
 def decoder_config(config: Any) -> PreTrainedConfig:
@@ -38,8 +41,10 @@ def own_layers(decoder: PreTrainedConfig) -> list[Any]:
 def length_after_crop(tokens_to_remove: int, length: int) -> int:
     """Tokens left of `length` after transformers' `crop(tokens_to_remove)`.
 
-    Negative or zero: so many tokens are removed.  Positive: so many are kept (5.17), ValueError (5.23).
+    Negative or zero: so many tokens are removed.  Positive: so many are kept (5.17), ValueError (5.23).  Removing
+    more than there are is a ValueError.  5.17 passes a tensor at times.
     """
+    tokens_to_remove = int(tokens_to_remove)
     if tokens_to_remove > 0:
         if not CROP_TAKES_LENGTH:
             raise ValueError(f"expected a number of tokens to remove as zero or less, got {tokens_to_remove}")

@@ -117,6 +117,9 @@ def _pack_signs(signs: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_signs(words: torch.Tensor) -> torch.Tensor:
-    shifts = torch.tensor(_SIGN_BITS, dtype=torch.uint8, device=words.device)[:, None, :]
-    bytes_ = words.transpose(-1, -2)[..., None, :, None]  # [..., byte, 1, n/16, 1]
-    return ((bytes_ >> shifts) & 1).flatten(-4)
+    quarters = [
+        torch.stack([(byte >> shift) & 1 for shift in shifts], dim=-1).flatten(-2)
+        for byte in words.unbind(-1)
+        for shifts in _SIGN_BITS
+    ]
+    return torch.cat(quarters, dim=-1)

@@ -37,6 +37,13 @@ class Format:
     def has_zero(self) -> bool:
         return self.scale == "min_max"
 
+    def values(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """What every code stands for before scale and zero, [2**bits]."""
+        if self.codebook is not None:
+            return self.codebook.values(device, dtype)
+        assert self.float8 is not None
+        return torch.arange(256, dtype=torch.uint8, device=device).view(self.float8).to(dtype)
+
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one vector of `head_dim` elements: codes, fp16 scale, fp16 zero (per-head scales not counted)."""
         per_token = 0 if self.scale == "per_head" else 4 if self.has_zero else 2

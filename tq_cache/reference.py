@@ -20,6 +20,8 @@ from .rotation import rotate, unrotate
 MIN_CALIBRATION_TOKENS = 16
 # Room that float8 scales leave above the largest element of the first tokens; a float format does not feel it.
 FLOAT8_HEADROOM = 4.0
+# Larger elements count as this large: their scale is beyond float16 anyway.
+LARGEST = 2.0**50
 # Packed tokens that attention holds unpacked at a time: what bounds its memory.
 TILE_TOKENS = 16 * BLOCK_TOKENS
 
@@ -32,25 +34,26 @@ def calibrate(x: torch.Tensor, fmt: Format, center: bool, smooth: float, counts:
 
     `counts` bool [B, 1, T, 1] says which tokens count (not padding); tokens with NaN or inf never do.
     """
-    x = _compute(x)
+    x = _finite_or_nan(x)
     counts = counts & x.isfinite().all(dim=-1, keepdim=True)
-    x = torch.where(counts, x, 0.0)
     total = counts.sum(dim=2, keepdim=True)
     enough = total >= MIN_CALIBRATION_TOKENS
-    mean = torch.where(enough, x.sum(dim=2, keepdim=True) / total.clamp_min(1), 0.0)
-    scale = None
+    mean = size = scale = None
+    x = torch.where(counts, x, 0.0)
+    if center:
+        mean = torch.where(enough, x.sum(dim=2, keepdim=True) / total.clamp_min(1), 0.0)
+        x = torch.where(counts, x - mean, 0.0)
+    if smooth > 0:
+        rms = (x.square().sum(dim=2, keepdim=True) / total.clamp_min(1)).sqrt()
+        average = rms.mean(dim=-1, keepdim=True)
+        # A dead channel must not divide by zero: a thousandth of the average is as good as none.
+        size = (rms / _divisor(average)).clamp_min(1e-3) ** smooth
+        size = torch.where(enough & (average > 0), size, 1.0)
+        x = x / size
     if fmt.float8 is not None:
         largest = x.abs().amax(dim=(2, 3), keepdim=True) * FLOAT8_HEADROOM / torch.finfo(fmt.float8).max
         scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
-    size = None
-    if smooth > 0:
-        centered = torch.where(counts, x - mean, 0.0) if center else x
-        rms = (centered.square().sum(dim=2, keepdim=True) / total.clamp_min(1)).sqrt()
-        average = rms.mean(dim=-1, keepdim=True)
-        # A dead channel must not divide by zero: a thousandth of the average is as good as none.
-        size = (rms / average).clamp_min(1e-3) ** smooth
-        size = torch.where(enough & (average > 0), size, 1.0)
-    return Calibration(center=mean if center else None, smooth=size, scale=scale)
+    return Calibration(center=mean, smooth=size, scale=scale)
 
 
 def quantize(
@@ -60,7 +63,7 @@ def quantize(
 
     A vector with NaN or inf gets a NaN scale (float8: NaN codes), so it reads back as NaN and spoils no other.
     """
-    x = _compute(x)
+    x = _finite_or_nan(x)
     if calibration.center is not None:
         x = x - calibration.center
     if calibration.smooth is not None:
@@ -68,13 +71,15 @@ def quantize(
     if fmt.float8 is not None:
         assert calibration.scale is not None
         limit = torch.finfo(fmt.float8).max
-        scaled = torch.where(x.isfinite(), (x / calibration.scale).clamp(-limit, limit), torch.nan)
+        scaled = (x / calibration.scale).clamp(-limit, limit)
         return scaled.float().to(fmt.float8).view(torch.uint8), None, None
     assert fmt.codebook is not None
     if fmt.has_zero:
         low, high = x.amin(dim=-1), x.amax(dim=-1)
         zero = _half((low + high) / 2)
-        step = _half((high - low) / (2 * fmt.codebook.magnitudes[-1]))
+        # The range around the zero as it is stored: where float16 is coarse, a narrower one would clip.
+        reach = torch.maximum(high - zero.to(x.dtype), zero.to(x.dtype) - low)
+        step = _half(reach / fmt.codebook.magnitudes[-1])
         codes = fmt.codebook.nearest((x - zero[..., None].to(x.dtype)) / _divisor(step[..., None].to(x.dtype)))
         return codes, step, zero
     r = rotate(x)
@@ -100,11 +105,8 @@ def decode(states: PackedStates, dtype: torch.dtype = torch.float32) -> torch.Te
         codes = packing.unpack(states.packed, states.format.bits, BLOCK_TOKENS).transpose(-1, -2)
     else:
         codes = packing.unpack(states.packed, states.format.bits, states.head_dim)
-    codes = codes.flatten(2, 3)
-    if states.format.float8 is not None:
-        return codes.contiguous().view(states.format.float8).to(dtype)
-    assert states.format.codebook is not None
-    return states.format.codebook.values(codes.device, dtype)[codes.int()]
+    values = states.format.values(codes.device, dtype)
+    return values.index_select(0, codes.flatten().int()).view(codes.shape).flatten(2, 3)
 
 
 def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -179,17 +181,16 @@ def attend(
     out, lse = merge([out for out, _ in partials], [lse for _, lse in partials])
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if sinks is not None:
-        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
-        out, lse = out * torch.exp(lse - with_sinks)[..., None], with_sinks
+        sinks = sinks.to(lse.dtype)
+        out, lse = out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
     return out.to(query.dtype), lse
 
 
 def merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a whole from attention over its parts: outputs [..., S, D] and log-sum-exps [..., S]."""
-    lse = torch.logsumexp(torch.stack(lses), dim=0)
-    finite = torch.where(lse == -torch.inf, 0.0, lse)  # no token at all: every weight is exp(-inf) = 0
-    out = sum(out * torch.exp(part - finite)[..., None] for out, part in zip(outs, lses, strict=True))
-    return torch.as_tensor(out), lse
+    lse = torch.stack(lses)
+    weights = _softmax(lse, dim=0)
+    return (torch.stack(outs) * weights[..., None]).sum(dim=0), torch.logsumexp(lse, dim=0)
 
 
 class _Scores:
@@ -233,18 +234,19 @@ class _Scores:
         return scores
 
 
-def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [B, H_kv, G, S, T] and log-sum-exp [B, H_kv, G, S]; a row without tokens gets zeros and -inf."""
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]), lse
+def _softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax that gives zeros where every score is -inf."""
+    none = (scores == -torch.inf).all(dim=dim, keepdim=True)
+    return torch.softmax(scores.masked_fill(none, 0.0), dim=dim).masked_fill(none, 0.0)
 
 
 def _attend_exact(
     scores: _Scores, keys: torch.Tensor, values: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = keys.to(scores.query.dtype), values.to(scores.query.dtype)
-    weights, lse = _softmax(scores.masked(scores.query @ keys.transpose(-1, -2), start))
-    return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), lse
+    masked = scores.masked(scores.query @ keys.mT, start)
+    out = _softmax(masked, dim=-1).flatten(2, 3) @ values
+    return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
 
 
 def _attend_packed(scores: _Scores, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,10 +264,10 @@ def _attend_packed(scores: _Scores, view: KVView) -> tuple[torch.Tensor, torch.T
         end = min(start + TILE_TOKENS, view.packed_length)
         products = query @ _scaled(key.tokens(start, end), end - start, query.dtype).mT
         products = products if offset is None else products + offset
-        weights, lse = _softmax(scores.masked(products, view.sink_length + start))
-        out = weights.flatten(2, 3) @ _scaled(value.tokens(start, end), end - start, query.dtype)
-        outs.append(out.unflatten(2, weights.shape[2:4]))
-        lses.append(lse)
+        masked = scores.masked(products, view.sink_length + start)
+        out = _softmax(masked, dim=-1).flatten(2, 3) @ _scaled(value.tokens(start, end), end - start, query.dtype)
+        outs.append(out.unflatten(2, masked.shape[2:4]))
+        lses.append(torch.logsumexp(masked, dim=-1))
     out, lse = merge(outs, lses)
     if value.format.rotated:
         out = unrotate(out)
@@ -294,6 +296,12 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _compute(x: torch.Tensor) -> torch.Tensor:
     return x.to(_compute_dtype(x.dtype))
+
+
+def _finite_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of the arithmetic, inf as NaN, and no element so large that its square would overflow."""
+    x = _compute(x)
+    return torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), torch.nan)
 
 
 def _divisor(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ from io import StringIO
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from .layers import PackedLayer
 from .policy import LayerPlan
@@ -53,6 +51,9 @@ class CacheReport:
         return self.bytes_16bit / self.nbytes if self.nbytes else 0.0
 
     def __str__(self) -> str:
+        from rich.console import Console  # here, so that importing tq_cache stays light
+        from rich.table import Table
+
         table = Table(title=f"TurboQuantCache, preset {self.preset}")
         for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element"):
             table.add_column(heading, justify="left" if heading in ("kind", "stored as") else "right")
