@@ -42,6 +42,8 @@ def turboquant_attention(
     _refuse(kwargs, dropout, module)
     mask = with_indices(attention_mask, kwargs.get("indices"), key.shape[2])
     bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
+    if sinks is not None and s_aux is not None:
+        raise ValueError("expected sinks or s_aux, got both: they mean the same")
     view = paired_view(key, value)
     if view is None or view.is_exact:
         key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)

@@ -22,8 +22,8 @@ class TurboQuantCache(DynamicCache):
     """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
 
     With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
-    tensors.  Layers that are not packed are transformers' own.  A token with NaN or inf reads back as NaN and changes
-    no other.
+    tensors.  Layers that are not packed are transformers' own.  A vector with NaN or inf reads back as NaN
+    (float8: those elements do) and changes no other.
 
     config:          the model's config
     preset:          a name in `PRESETS`

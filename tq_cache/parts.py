@@ -14,7 +14,7 @@ Parts = TypeVar("Parts", bound="Calibration | PackedStates | KVView")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured once, when a layer's first tokens are packed, and holds for all its tokens (float32).
+    """What is measured once, when a layer's first tokens are packed, and holds for all its tokens (in float32).
 
     center: [B, H_kv, 1, D], subtracted from every vector, or None
     smooth: [B, H_kv, 1, D], divides every key (the query is multiplied by it), or None
@@ -65,7 +65,9 @@ class PackedStates:
         return self.packed.shape[2] * BLOCK_TOKENS
 
     def tokens(self, start: int, end: int) -> "PackedStates":
-        """A view of tokens start .. end; `start` must be the first token of a block, `end` is rounded up to one."""
+        """A view of tokens start .. end; `start` must be the first token of a block, `end` is rounded up to one.
+
+        The tokens behind `end` in its block are whatever was there."""
         blocks = slice(start // BLOCK_TOKENS, -(-end // BLOCK_TOKENS))
         span = slice(start, blocks.stop * BLOCK_TOKENS)
         return replace(

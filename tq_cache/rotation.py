@@ -2,10 +2,12 @@
 
 import random
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 576
+_HOST: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -32,7 +34,7 @@ def rotation_matrix(head_dim: int, device: torch.device, dtype: torch.dtype) -> 
     signs = random.Random(head_dim)  # specified by Python, unlike torch's generators
     with torch.inference_mode(False):
         blocks = [_hadamard(size) for size in hadamard_blocks(head_dim)]
-        diagonal = torch.tensor([1.0 if signs.getrandbits(1) else -1.0 for _ in range(head_dim)], dtype=torch.float64)
+        diagonal = torch.tensor([1.0 if signs.getrandbits(1) else -1.0 for _ in range(head_dim)], **_HOST)
         return (torch.block_diag(*blocks) * diagonal).to(device, dtype)
 
 
@@ -47,7 +49,7 @@ def unrotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hadamard(size: int) -> torch.Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(1, 1, **_HOST)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
     return matrix / size**0.5

@@ -4,8 +4,9 @@
     held in           | model's dtype | codes in blocks, scales               | model's dtype        |
     how many          | sink_tokens   | the rest, packed once, never again    | up to residual_length|
 
-Packed memory grows by an eighth at a time, the tail is a buffer that is written in place.  Operations other than
-`append` move bits: no token is ever quantised twice.
+Packed memory grows by an eighth at a time, the tail is a buffer that is written in place.  With a residual_length of
+at least a block, whole blocks are packed at a time.  Operations other than `append` move bits: no token is ever
+quantised twice.
 """
 
 from collections.abc import Callable
@@ -129,6 +130,11 @@ class LayerStorage:
                 raise ValueError(
                     f"expected {name} of batch {held.shape[0]}, {held.shape[1]} KV heads and head_dim {held.shape[3]}, "
                     f"as this cache holds, got {list(new.shape)}; use a new cache, reset() or batch_select_indices()"
+                )
+            if held is not None and held.dtype != new.dtype:
+                raise ValueError(
+                    f"expected {name} in {held.dtype}, as this cache holds, got {new.dtype}; "
+                    "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
                 )
 
     def _with_tail(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,6 +269,6 @@ def _not_padding(values: torch.Tensor) -> torch.Tensor:
     first = values[:, :, :1]
     distance = (values - first).abs().amax(dim=(1, 3))
     tolerance = 0.02 * first.abs().amax(dim=(1, 3))
-    run = (distance <= tolerance).cumprod(dim=1).bool()  # [B, T], always true for the first token
+    run = (distance <= tolerance).cumprod(dim=1).bool()  # [B, T], true for the first token unless it is NaN
     padding = run & (run.sum(dim=1, keepdim=True) > 1) & ~run.all(dim=1, keepdim=True)
     return ~padding[:, None, :, None]

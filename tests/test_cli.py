@@ -1,0 +1,133 @@
+"""The commands, run in this process and, once, as a user does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+import tq_cache
+from tq_cache import PRESETS
+from tq_cache.cli import app, parse_presets, parse_skip_layers
+from tq_cache.demo import EMBEDDED_MODEL
+
+
+def run(*arguments: object, code: int = 0):
+    """The result of `tq-cache ...`, which must exit with `code`."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_info_says_what_computes():
+    output = run("info").output
+    assert "PyTorch reference" in output and "no kernels yet" in output
+    assert tq_cache.__version__ in output
+    for name in PRESETS:
+        assert f" {name} " in output
+    row = next(line for line in output.splitlines() if " 4bit_nc " in line)
+    assert " 134 " in row and "3.82x" in row
+    assert "sm_90" in output and "gfx942" in output
+
+
+def test_demo_on_the_embedded_model():
+    output = run("demo", "--presets", "fp8_e4m3,tq4", "--prompt-tokens", "400").output
+    rows = [line for line in output.splitlines() if "100%" in line]
+    assert [row.split()[1] for row in rows] == ["DynamicCache", "fp8_e4m3", "tq4"]
+    assert "16.00" in rows[0] and "1.00x" in rows[0]
+
+
+def test_generate_streams_and_counts():
+    prompt = "The secret code of Mira is 48213. It was cold.\n\nQuestion: What is the secret code of Mira?\nAnswer:"
+    options = ["--preset", "tq4", "--max-new-tokens", 6, "--residual-length", 0]
+    output = run("generate", "--prompt", prompt, *options).output
+    assert output.strip().startswith("48213")
+    assert "6 tokens" in output and "tq4 cache:" in output and "bits per element" in output
+
+
+def test_generate_from_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Mira was the baker of")
+    output = run("generate", "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 3).output
+    assert "3 tokens" in output
+    assert "no smaller than 16-bit" in output  # a few tokens, in a buffer for 64
+
+
+def test_plan_from_a_config(tmp_path):
+    LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32).save_pretrained(
+        tmp_path
+    )
+    arguments = ["--context", 32768, "--memory", "24GB", "--weights-gb", 16, "--skip-layers", "none"]
+    output = run("plan", "--model", tmp_path, *arguments).output
+    rows = {line.split()[1]: line for line in output.splitlines() if line.startswith("│")}
+    assert set(PRESETS) < set(rows)
+    assert "4,294,967,296" in rows["16-bit"] and f"{8 * 10**9 // 131072:,}" in rows["16-bit"]
+    assert float(rows["4bit_nc"].split("│")[4]) == pytest.approx(16 * 134 / 512, rel=0.02)
+
+
+def test_eval_writes_json_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    small = ["--context", 200, "--decode", 24, "--texts", 1, "--cases", 1]
+    files = ["--out", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
+    output = run("eval", "--presets", "k8v4", *small, *files).output
+    assert "16-bit" in output and "k8v4" in output and "recall 50%" in output
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [row["name"] for row in result["rows"]] == ["16-bit", "k8v4"]
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["demo", "--presets", "4bit"], "expected a preset of"),
+        (["demo", "--presets", ","], "expected presets of"),
+        (["demo", "--model", "/nowhere"], "expected a model folder"),
+        (["demo", "--skip-layers", "edges"], "expected skip_layers of"),
+        (["generate", "--prompt", "x", "--preset", "foo"], "expected a preset of"),
+        (["generate"], "expected one of --prompt and --prompt-file, got neither"),
+        (["generate", "--prompt", "x", "--prompt-file", "y"], "got both"),
+        (["generate", "--prompt-file", "/nowhere"], "expected a text file in UTF-8"),
+        (["generate", "--prompt", ""], "expected a prompt"),
+        (["generate", "--prompt", "x", "--residual-length", "-1"], "expected residual_length"),
+        (["plan", "--model", "/nowhere"], "expected a model folder or a config.json"),
+        (["plan", "--model", EMBEDDED_MODEL, "--memory", "much"], "expected a memory size such as 24GB"),
+        (["plan", "--model", EMBEDDED_MODEL, "--weights-gb", "2"], "expected --memory"),
+        (["plan", "--model", EMBEDDED_MODEL, "--memory", "2GB", "--weights-gb", "3"], "expected memory left"),
+        (["plan", "--model", EMBEDDED_MODEL, "--context", "0"], "expected context and batch"),
+        (["eval", "--out", "/nowhere/r.json"], "expected a folder"),
+        (["eval", "--decode", "0"], "expected context, decode"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    result = run(*arguments, code=2)
+    errors = result.stderr.strip().splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ")
+    assert message in errors[0]
+    assert "Traceback" not in result.output
+
+
+def test_lists_of_names():
+    assert parse_presets("all") == list(PRESETS)
+    assert parse_presets(" tq4, 4bit_nc,") == ["tq4", "4bit_nc"]
+    assert parse_skip_layers("none") == ()
+    assert parse_skip_layers("boundary, 0,-1") == ("boundary", 0, -1)
+
+
+def test_warnings_are_one_line():
+    result = run("generate", "--prompt", "Mira was", "--max-new-tokens", 2, "--skip-layers", "0,1,2,3,4,5,6,7")
+    assert result.stderr.startswith("warning: no layer of this model will be packed")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_module_runs_and_import_stays_light():
+    code = (
+        "import sys, tq_cache; "
+        "assert not {'typer', 'matplotlib', 'tq_cache.cli', 'tq_cache.evaluate', 'tq_cache.demo'} & set(sys.modules); "
+        "import runpy; sys.argv = ['tq-cache', '--help']; runpy.run_module('tq_cache', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "generate", "info", "plan", "eval"):
+        assert f" {command} " in done.stdout
+    assert "matplotlib" not in done.stderr

@@ -1,0 +1,21 @@
+"""Every notebook runs from top to bottom."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_runs(path):
+    NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3").execute()
+
+
+def test_there_are_notebooks_with_outputs():
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        assert len(cells) <= 20 and any(cell.get("outputs") for cell in cells)

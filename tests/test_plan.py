@@ -1,0 +1,170 @@
+"""Planned geometry and bytes against what real models and caches hold."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, config_for
+from transformers import DynamicCache, LlamaConfig, T5Config
+
+from tq_cache import TurboQuantCache
+from tq_cache.compat import layer_kinds
+from tq_cache.geometry import load_config, model_geometry
+from tq_cache.plan import MOST_TOKENS, PlanSettings, cache_bytes, longest_context, parse_memory, plan_memory
+from tq_cache.presets import PRESETS, resolve_preset
+from tq_cache.report import held_bytes
+
+# GQA, MQA, latents, sliding windows, recurrent hybrids, shared layers, wide global heads, encoder-like field names
+MODEL_TYPES = "llama gpt_bigcode deepseek_v3 gemma3_text qwen3_next gemma3n_text gemma4_text gpt_oss opt bloom".split()
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=64
+)
+
+
+class ShapeCache(DynamicCache):
+    """Notes heads and dims of the keys and values of every layer."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.shapes = {}
+
+    def update(self, key, value, layer_idx, *args, **kwargs):
+        self.shapes[layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return super().update(key, value, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_geometry_is_what_the_model_caches(model_type):
+    if model_type not in ARCHITECTURES:
+        pytest.skip("not in this version of transformers")
+    model = build(model_type)
+    cache = ShapeCache(model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 99, (1, 5)), past_key_values=cache)
+    layers = model_geometry(model.config).layers
+    assert [layer.kind for layer in layers] == layer_kinds(model.config.get_text_config(decoder=True))
+    planned = {x.index: (x.num_kv_heads, x.key_dim, x.value_dim) for x in layers if x.num_kv_heads}
+    assert planned == cache.shapes
+
+
+@pytest.mark.parametrize("preset", [None, "fp8_e4m3", "k8v4", "3bit_nc", "tq4", "tq_k4v2"])
+@pytest.mark.parametrize("residual_length, sinks", [(128, 0), (0, 4)])
+def test_bytes_are_those_of_a_cache(preset, residual_length, sinks):
+    """Any tensors of the planned shapes will do: a cache does not ask where they come from."""
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=6)
+    settings = PlanSettings(1500, 2, residual_length, sinks, ("boundary",), boundary_layers=1)
+    cache = DynamicCache(config=config)
+    if preset is not None:
+        arguments = {"residual_length": residual_length, "sink_tokens": sinks}
+        cache = TurboQuantCache(config, preset, skip_layers=("boundary",), boundary_layers=1, **arguments)
+    for index in range(6):
+        cache.update(*torch.randn(2, 2, 2, 1500, 64, dtype=torch.bfloat16).unbind(), index)
+    held = sum(held_bytes(layer) for layer in cache.layers)
+    planned = cache_bytes(model_geometry(config), preset and resolve_preset(preset), settings)
+    assert planned == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_bytes_of_a_real_run(model_type):
+    """Windows, latents and hybrids, after a prefill and a step."""
+    model = build(model_type, "turboquant").to(torch.bfloat16)
+    skip = ("sliding_window",)
+    cache = TurboQuantCache(model.config, "tq3", skip_layers=skip)
+    ids = torch.randint(3, 99, (1, 700))
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, -1:], past_key_values=cache)
+    geometry = model_geometry(model.config)
+    planned = cache_bytes(geometry, resolve_preset("tq3"), PlanSettings(700, skip_layers=skip))
+    with_kv = [layer for layer, shape in zip(cache.layers, geometry.layers, strict=True) if shape.num_kv_heads]
+    assert planned == pytest.approx(sum(map(held_bytes, with_kv)), rel=0.02)
+    assert ("recurrent state" in " ".join(geometry.notes)) == (model_type == "qwen3_next")
+
+
+def test_sliding_windows_hold_a_token_less_than_they_see():
+    layer = next(x for x in model_geometry(config_for("gemma3_text")).layers if x.window)
+    assert layer.window == 16
+    geometry = model_geometry(config_for("gemma3_text"))
+    windowed = sum(x.window is not None for x in geometry.layers)
+    growth = [cache_bytes(geometry, None, PlanSettings(n)) for n in (14, 15, 16, 1000)]
+    token = 2 * 2 * layer.num_kv_heads * layer.key_dim
+    full = len(geometry.layers) - windowed
+    assert growth[1] - growth[0] == token * len(geometry.layers)
+    assert growth[2] - growth[1] == token * full
+    assert growth[3] == token * (full * 1000 + windowed * 15)
+
+
+def test_llama_8b_numbers():
+    """32 layers of 8 KV heads of 128: 128 KiB a token at 16 bits; 4bit_nc takes 134 of 512 bytes where it packs."""
+    plan = plan_memory(LLAMA_8B, ["4bit_nc"], PlanSettings(32768, skip_layers=()), 24 * 10**9)
+    exact, packed = plan.rows
+    assert exact.nbytes == 32768 * 131072
+    assert exact.longest_context == 24 * 10**9 // 131072
+    assert packed.nbytes == 32 * 8 * ((32768 - 128) * 134 + 129 * 512)
+    assert packed.longest_context / exact.longest_context == pytest.approx(512 / 134, rel=0.01)
+    assert packed.bits_per_element == pytest.approx(16 / packed.ratio)
+
+
+def test_default_boundary_layers_are_counted_at_16_bits():
+    plan = plan_memory(LLAMA_8B, ["4bit_nc"], PlanSettings(32768))
+    assert sum(layer.packed for layer in plan.layer_plans) == 28
+    expected = 28 * 8 * ((32768 - 128) * 134 + 129 * 512) + 4 * 8 * 32768 * 512
+    assert plan.rows[1].nbytes == expected
+    assert plan.memory is None and plan.rows[1].longest_context is None
+
+
+@pytest.mark.parametrize("preset", [None, "tq3", "fp8_e5m2"])
+@pytest.mark.parametrize("memory", [1, 10**7, 3 * 10**9])
+def test_longest_context_fits_and_one_token_more_does_not(preset, memory):
+    geometry, chosen = model_geometry(LLAMA_8B), preset and resolve_preset(preset)
+    tokens = longest_context(geometry, chosen, PlanSettings(1, 2), memory)
+    assert cache_bytes(geometry, chosen, PlanSettings(tokens + 1, 2)) > memory
+    assert tokens == 0 or cache_bytes(geometry, chosen, PlanSettings(tokens, 2)) <= memory
+
+
+def test_windows_alone_fit_at_any_length():
+    config = config_for("gemma3_text")
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    assert longest_context(model_geometry(config), None, PlanSettings(1), 10**6) == MOST_TOKENS
+
+
+def test_every_preset_has_a_row():
+    plan = plan_memory(LLAMA_8B, list(PRESETS), PlanSettings(4096))
+    assert [row.name for row in plan.rows] == ["16-bit", *PRESETS]
+
+
+@pytest.mark.parametrize("text, expected", [("24GB", 24e9), ("80 GiB", 80 * 2**30), ("0.5mb", 5e5)])
+def test_memory_sizes(text, expected):
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24", "GB", "-1GB", "24 gigs", ""])
+def test_bad_memory_sizes(text):
+    with pytest.raises(ValueError, match="expected a memory size such as 24GB"):
+        parse_memory(text)
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match="where there is none"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="model_type"):
+        load_config(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="context and batch"):
+        PlanSettings(0)
+    with pytest.raises(ValueError, match="memory left"):
+        plan_memory(LLAMA_8B, [], PlanSettings(1), -5)
+    narrow = LlamaConfig(hidden_size=96, num_attention_heads=4, num_hidden_layers=6)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        plan_memory(narrow, ["tq4"], PlanSettings(1000))
+    assert plan_memory(narrow, [], PlanSettings(1000)).rows[0].nbytes == 6 * 4 * 1000 * 24 * 4
+
+
+def test_config_files_and_encoder_decoders(tmp_path):
+    LLAMA_8B.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert model_geometry(load_config(path)) == model_geometry(LLAMA_8B)
+    t5 = model_geometry(T5Config(num_layers=5, d_kv=48, num_heads=6))
+    assert len(t5.layers) == 5 and t5.layers[0].key_dim == 48
+    assert "cross attention" in t5.notes[0]

@@ -1,0 +1,391 @@
+"""`reference.attend` against plain softmax attention in float64 over the dequantised keys and values of the same codes.
+
+The tolerance is an error budget: at most twice the error that the same plain attention makes in the query's dtype.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tq_cache import reference
+from tq_cache.handle import materialize
+from tq_cache.packing import BLOCK_TOKENS
+from tq_cache.parts import KVView
+from tq_cache.presets import PRESETS
+from tq_cache.storage import LayerStorage
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def make_view(
+    generator: torch.Generator,
+    length: int,
+    *,
+    preset: str = "tq4",
+    batch: int = 2,
+    heads: int = 2,
+    key_dim: int = 64,
+    value_dim: int | None = None,
+    residual: int = 0,
+    sinks: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> KVView:
+    """What a storage holds after `length` tokens: packed ones, a tail of `residual` and sinks as asked for."""
+    storage = LayerStorage(PRESETS[preset], residual, sinks, "reference")
+    keys = torch.randn(batch, heads, length, key_dim, generator=generator) + 0.5
+    values = torch.randn(batch, heads, length, value_dim or key_dim, generator=generator) - 0.5
+    storage.append(keys.to(dtype), values.to(dtype))
+    return storage.view()
+
+
+def make_query(generator: torch.Generator, view: KVView, num_queries: int, group: int) -> torch.Tensor:
+    batch, heads, _, head_dim = view.keys.shape
+    return torch.randn(batch, heads * group, num_queries, head_dim, generator=generator).to(view.keys.dtype)
+
+
+def exact_parts(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values, dequantised in float64 (no rounding to the model's dtype)."""
+
+    def whole(sinks, packed, newest):
+        parts = [] if sinks is None else [sinks.double()]
+        if packed is not None:
+            parts.append(reference.dequantize(packed, view.packed_length, torch.float64))
+        return torch.cat([*parts, newest.double()], dim=2)
+
+    return whole(view.sink_keys, view.key, view.keys), whole(view.sink_values, view.value, view.values)
+
+
+def dense(query, keys, values, mask, scaling, softcap=None, sinks=None):
+    """Plain attention in the dtype of its inputs; `mask` bool or float, None for full attention.  Also the lse."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    scores = query @ keys.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    if sinks is not None:
+        sink_scores = sinks.to(scores.dtype)[..., None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a row without any token gives zeros
+    lse = torch.logsumexp(scores, dim=-1)
+    return weights[..., : keys.shape[2]] @ values, lse
+
+
+def causal(num_queries: int, length: int) -> torch.Tensor:
+    return torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)[None, None]
+
+
+def assert_within_error_budget(query, view, mask, expected_mask, **options):
+    """Error of attend <= twice that of dense attention in the query's dtype + slack, against float64; a right lse."""
+    scaling, slack = options.pop("scaling", query.shape[-1] ** -0.5), options.pop("slack", None)
+    keys, values = exact_parts(view)
+    oracle_options = {name: options.get(name) for name in ("softcap", "sinks")}
+    oracle, oracle_lse = dense(query.double(), keys, values, expected_mask, scaling, **oracle_options)
+    low = query.dtype
+    same_dtype, _ = dense(query, keys.to(low), values.to(low), expected_mask, scaling, **oracle_options)
+    out, lse = reference.attend(query, view, mask, scaling, **options)
+    assert out.dtype == low and out.shape == oracle.shape
+    assert lse.dtype == (torch.float64 if low == torch.float64 else torch.float32)
+    # float64 is the oracle's own precision: there the budget is rounding alone
+    slack = (64 if low == torch.float64 else 8) * torch.finfo(low).eps if slack is None else slack
+    budget = 2 * float((same_dtype.double() - oracle).abs().max()) + slack
+    error = float((out.double() - oracle).abs().max())
+    assert error <= budget, f"error {error:.2e}, budget {budget:.2e}"
+    torch.testing.assert_close(lse.double(), oracle_lse, atol=2e-5, rtol=2e-6)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("head_dim", (48, 64))
+def test_every_preset(preset, head_dim, generator):
+    view = make_view(generator, 150, preset=preset, key_dim=head_dim, residual=20, sinks=4)
+    assert (view.sink_length, view.packed_length, view.keys.shape[2]) == (4, 128, 18)
+    query = make_query(generator, view, 3, 2)
+    assert_within_error_budget(query, view, None, causal(3, 150))
+
+
+@pytest.mark.parametrize("preset", ("k8v4", "4bit_nc", "tq3"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(preset, dtype, generator):
+    view = make_view(generator, 300, preset=preset, residual=30, sinks=2, dtype=dtype)
+    assert_within_error_budget(make_query(generator, view, 5, 2), view, None, causal(5, 300))
+
+
+@pytest.mark.parametrize("preset", ("fp8_e5m2", "3bit_nc", "tq2"))
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 96), (576, 512), (80, 48), (192, 128), (256, 256)])
+def test_keys_and_values_of_different_width(preset, key_dim, value_dim, generator):
+    view = make_view(generator, 130, preset=preset, key_dim=key_dim, value_dim=value_dim, residual=10)
+    out = assert_within_error_budget(make_query(generator, view, 2, 2), view, None, causal(2, 130))
+    assert out.shape[-1] == value_dim
+
+
+@pytest.mark.parametrize("scale", (30.0, 300.0))
+@pytest.mark.parametrize("preset", ("fp8_e4m3", "4bit_nc", "tq4"))
+def test_large_scores(preset, scale, generator):
+    """Nearly one-hot weights: a score is off by the rounding of its sum, a weight and the output by as much."""
+    view = make_view(generator, 1100, preset=preset, residual=100)
+    query = scale * make_query(generator, view, 2, 2)
+    keys, values = exact_parts(view)
+    rounding = torch.finfo(torch.float32).eps * 0.125 * float(query.norm(dim=-1).max() * keys.norm(dim=-1).max())
+    slack = rounding * float(values.abs().max())
+    assert_within_error_budget(query, view, None, causal(2, 1100), slack=slack)
+
+
+@pytest.mark.parametrize("scale", (1.0, 30.0, 300.0))
+@pytest.mark.parametrize("residual", (0, 100))
+def test_weights_sum_to_one(residual, scale, generator):
+    """Whatever the scores: with all values one (exact in float8) the output is one."""
+    storage = LayerStorage(PRESETS["fp8_e4m3"], residual, 4, "reference")
+    keys = torch.randn(2, 2, 1100, 64, generator=generator)
+    storage.append(keys, torch.ones_like(keys))
+    query = scale * make_query(generator, storage.view(), 17, 2)
+    out, _ = reference.attend(query, storage.view(), None, 0.125)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=16 * torch.finfo(torch.float32).eps, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("group", (1, 2, 4, 7, 16))
+@pytest.mark.parametrize("num_queries", (1, 3, 17))
+def test_gqa_groups(group, num_queries, generator):
+    view = make_view(generator, 100, preset="4bit_nc", residual=10)
+    assert_within_error_budget(make_query(generator, view, num_queries, group), view, None, causal(num_queries, 100))
+
+
+@pytest.mark.parametrize("length", (1, 63, 64, 65, 1000, 1024, 1100, 2049))
+@pytest.mark.parametrize("num_queries", (1, 3, 17))
+@pytest.mark.parametrize("preset", ("k3v4_nc", "tq4"))
+def test_ragged_lengths(length, num_queries, preset, generator):
+    """All packed; the longest are more than a tile of `TILE_TOKENS`."""
+    view = make_view(generator, length, preset=preset, batch=1)
+    assert view.packed_length == length
+    num_queries = min(num_queries, length)
+    assert_within_error_budget(make_query(generator, view, num_queries, 2), view, None, causal(num_queries, length))
+
+
+@pytest.mark.parametrize(("residual", "sinks"), [(0, 0), (0, 4), (16, 0), (64, 4), (128, 70), (500, 0), (500, 4)])
+def test_sinks_packed_and_tail_are_one_sequence(residual, sinks, generator):
+    view = make_view(generator, 300, residual=residual, sinks=sinks)
+    assert_within_error_budget(make_query(generator, view, 7, 2), view, None, causal(7, 300))
+
+
+def test_stale_tokens_behind_the_packed_ones_are_not_seen(generator):
+    storage = LayerStorage(PRESETS["tq4"], 0, 0, "reference")
+    x = torch.randn(2, 2, 200, 64, generator=generator)
+    storage.append(x, 100 * x)
+    storage.crop(70)
+    view = storage.view()
+    assert view.packed_length == 70 and view.key.capacity > 128
+    assert_within_error_budget(make_query(generator, view, 3, 2), view, None, causal(3, 70))
+
+
+def test_non_contiguous_query(generator):
+    view = make_view(generator, 100, residual=10)
+    query = torch.randn(2, 3, 4, 64, generator=generator).transpose(1, 2)  # [B, H, S, D] as models make it
+    assert_within_error_budget(query, view, None, causal(3, 100))
+
+
+# ----------------------------------------------------------------------------------------------------------- masks
+
+LENGTH = 200
+
+
+def padding(length: int = LENGTH) -> torch.Tensor:
+    """Row 0 whole, row 1 with 90 tokens of padding on the left, [2, 1, 1, T]."""
+    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+    mask[1, ..., :90] = False
+    return mask
+
+
+def to_float(mask: torch.Tensor, lowest: float = -torch.inf, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.where(mask, 0.0, lowest).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ("bool", "inf", "finfo_min", "bf16_min"))
+@pytest.mark.parametrize("residual", (0, 30))
+def test_padding_masks(kind, residual, generator):
+    view = make_view(generator, LENGTH, residual=residual, sinks=4)
+    allowed = padding() & causal(5, LENGTH)
+    mask = {
+        "bool": allowed,
+        "inf": to_float(allowed),
+        "finfo_min": to_float(allowed, torch.finfo(torch.float32).min),
+        "bf16_min": to_float(allowed, torch.finfo(torch.bfloat16).min, torch.bfloat16),
+    }[kind]
+    assert_within_error_budget(make_query(generator, view, 5, 2), view, mask, allowed)
+
+
+@pytest.mark.parametrize("mask_heads", (1, 6))
+@pytest.mark.parametrize("mask_batch", (1, 2))
+@pytest.mark.parametrize("is_bool", (True, False), ids=["bool", "float"])
+def test_random_masks_per_head(mask_heads, mask_batch, is_bool, generator):
+    view = make_view(generator, 1100, residual=30, sinks=4)
+    shape = (mask_batch, mask_heads, 3, 1100)
+    mask = torch.rand(shape, generator=generator) < 0.3 if is_bool else torch.randn(shape, generator=generator)
+    assert_within_error_budget(make_query(generator, view, 3, 3), view, mask, mask)
+
+
+def test_a_mask_longer_than_the_cache_is_read_from_its_start(generator):
+    view = make_view(generator, LENGTH, residual=30)
+    mask = torch.rand(2, 1, 3, LENGTH + 56, generator=generator) < 0.5
+    query = make_query(generator, view, 3, 2)
+    assert_within_error_budget(query, view, mask, mask[..., :LENGTH])
+
+
+def test_one_mask_row_serves_all_queries(generator):
+    view = make_view(generator, LENGTH, residual=30)
+    assert_within_error_budget(make_query(generator, view, 3, 2), view, padding(), padding())
+
+
+@pytest.mark.parametrize("residual", (0, 30, 500))
+@pytest.mark.parametrize("preset", ("4bit_nc", "tq4"))
+@pytest.mark.parametrize("is_bool", (True, False), ids=["bool", "inf"])
+def test_a_query_that_may_see_no_token_gets_zeros(residual, preset, is_bool, generator):
+    view = make_view(generator, LENGTH, preset=preset, residual=residual, sinks=4)
+    allowed = (padding() & causal(5, LENGTH)).clone()
+    allowed[1, :, 2] = False
+    query = make_query(generator, view, 5, 2)
+    out = assert_within_error_budget(query, view, allowed if is_bool else to_float(allowed), allowed)
+    assert torch.equal(out[1, :, 2], torch.zeros_like(out[1, :, 2]))
+
+
+@pytest.mark.parametrize("residual", (0, 30, 500))
+def test_a_row_masked_by_the_lowest_float_is_an_average_or_zeros(residual, generator):
+    """Dense softmax gives the mean there.  A mean or zeros are harmless; a sum of thousands of values is not."""
+    view = make_view(generator, 1100, residual=residual)
+    mask = torch.zeros(2, 1, 2, 1100)
+    mask[1, :, 0] = torch.finfo(torch.float32).min
+    out, _ = reference.attend(make_query(generator, view, 2, 2), view, mask, 0.125)
+    _, values = exact_parts(view)
+    assert (out[1, :, 0].abs() <= values.abs().max()).all()
+
+
+@pytest.mark.parametrize("num_queries", (2, 64, 150))
+@pytest.mark.parametrize("residual", (0, 30))
+def test_no_mask_is_causal_for_a_chunk(num_queries, residual, generator):
+    view = make_view(generator, LENGTH, residual=residual, sinks=4)
+    assert_within_error_budget(make_query(generator, view, num_queries, 2), view, None, causal(num_queries, LENGTH))
+
+
+@pytest.mark.parametrize("num_queries", (1, 5))
+def test_no_mask_and_not_causal_sees_everything(num_queries, generator):
+    view = make_view(generator, LENGTH, residual=30)
+    assert_within_error_budget(make_query(generator, view, num_queries, 2), view, None, None, is_causal=False)
+
+
+def test_a_mask_replaces_causality(generator):
+    view = make_view(generator, LENGTH, residual=30)
+    everything = torch.ones(1, 1, 5, LENGTH, dtype=torch.bool)
+    assert_within_error_budget(make_query(generator, view, 5, 2), view, everything, None, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(2, LENGTH), (2, 1, LENGTH), (2, 1, 1, LENGTH - 1)])
+def test_masks_that_do_not_fit_are_refused(shape, generator):
+    view = make_view(generator, LENGTH, residual=30)
+    with pytest.raises(ValueError, match=r"expected an attention mask \[B, H, S, 200 or more\], got"):
+        reference.attend(make_query(generator, view, 1, 2), view, torch.ones(shape, dtype=torch.bool), 0.125)
+
+
+# --------------------------------------------------------------------------------------- softcap, sinks, scaling, lse
+
+
+@pytest.mark.parametrize("softcap", (1.0, 50.0))
+@pytest.mark.parametrize("residual", (0, 30))
+def test_softcap_comes_before_the_mask(softcap, residual, generator):
+    view = make_view(generator, LENGTH, residual=residual, sinks=4)
+    allowed = padding() & causal(5, LENGTH)
+    assert_within_error_budget(
+        10 * make_query(generator, view, 5, 2), view, to_float(allowed), allowed, softcap=softcap
+    )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("residual", (0, 30))
+@pytest.mark.parametrize("shape", [(1, 6, 1), (2, 6, 3)], ids=["per_head", "per_query"])
+def test_sink_logits(shape, dtype, residual, generator):
+    view = make_view(generator, LENGTH, residual=residual, sinks=4, dtype=dtype)
+    sinks = (5 * torch.randn(shape, generator=generator)).to(dtype)
+    query = make_query(generator, view, 3, 3)
+    out = assert_within_error_budget(query, view, None, causal(3, LENGTH), sinks=sinks)
+    assert not torch.equal(out, reference.attend(query, view, None, 0.125)[0])
+
+
+def test_sink_logits_on_a_row_without_tokens(generator):
+    view = make_view(generator, LENGTH, residual=30)
+    mask = torch.zeros(2, 1, 1, LENGTH, dtype=torch.bool)
+    sinks = torch.randn(1, 4, 1, generator=generator)
+    out, lse = reference.attend(make_query(generator, view, 1, 2), view, mask, 0.125, sinks=sinks)
+    assert torch.equal(out, torch.zeros_like(out))
+    torch.testing.assert_close(lse, sinks.expand(2, 4, 1))
+
+
+@pytest.mark.parametrize("scaling", (1.0, 0.01, 0.0))
+def test_scaling(scaling, generator):
+    view = make_view(generator, LENGTH, residual=30)
+    assert_within_error_budget(make_query(generator, view, 3, 2), view, None, causal(3, LENGTH), scaling=scaling)
+
+
+def test_all_options_at_once(generator):
+    view = make_view(generator, 1100, preset="tq_k4v2", key_dim=96, value_dim=48, residual=30, sinks=4)
+    mask = padding(1100) & causal(17, 1100)
+    options = {"scaling": 0.2, "softcap": 20.0, "sinks": torch.linspace(-3, 3, 14)[None, :, None]}
+    assert_within_error_budget(make_query(generator, view, 17, 7), view, mask, mask, **options)
+
+
+# ------------------------------------------------------------------------------------------------- merge, whole views
+
+
+def test_merge_of_parts_is_attention_over_the_whole(generator):
+    scores = 20 * torch.randn(3, 5, 100, generator=generator, dtype=torch.float64)
+    values = torch.randn(3, 100, 8, generator=generator, dtype=torch.float64)
+    scores[0, :, :40] = -torch.inf  # a part without tokens
+    spans = [slice(0, 40), slice(40, 41), slice(41, 100)]
+    outs = [torch.softmax(scores[..., span], dim=-1).nan_to_num(0.0) @ values[:, span] for span in spans]
+    lses = [torch.logsumexp(scores[..., span], dim=-1) for span in spans]
+    out, lse = reference.merge(outs, lses)
+    torch.testing.assert_close(out, torch.softmax(scores, dim=-1) @ values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, dim=-1), rtol=1e-13, atol=1e-13)
+
+
+def test_merge_of_nothing_seen_is_zero_and_minus_infinity():
+    outs, lses = [torch.zeros(2, 3, 4)] * 2, [torch.full((2, 3), -torch.inf)] * 2
+    out, lse = reference.merge(outs, lses)
+    assert torch.equal(out, torch.zeros(2, 3, 4)) and torch.equal(lse, lses[0])
+
+
+def test_tiles_are_no_more_than_a_bound_on_memory(generator, monkeypatch):
+    view = make_view(generator, 700, residual=30, sinks=4)
+    query = make_query(generator, view, 3, 2)
+    whole, whole_lse = reference.attend(query, view, None, 0.125)
+    monkeypatch.setattr(reference, "TILE_TOKENS", BLOCK_TOKENS)
+    tiled, tiled_lse = reference.attend(query, view, None, 0.125)
+    torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(tiled_lse, whole_lse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_materialised_view_is_what_attention_sees(dtype, generator):
+    view = make_view(generator, LENGTH, residual=30, sinks=4, dtype=dtype)
+    for role, exact in zip(("key", "value"), exact_parts(view), strict=True):
+        whole = materialize(view, role)
+        assert whole.dtype == dtype
+        torch.testing.assert_close(whole.double(), exact, atol=1e-6, rtol=torch.finfo(dtype).eps)
+
+
+def test_quantisation_itself_costs_little(generator):
+    """The other question: against attention over the keys and values before packing, bounded by the codes' error."""
+    storage = LayerStorage(PRESETS["tq4"], 0, 0, "reference")
+    keys, values = (torch.randn(2, 2, 1000, 128, generator=generator) for _ in range(2))
+    storage.append(keys, values)
+    query = torch.randn(2, 4, 1, 128, generator=generator)
+    out, _ = reference.attend(query, storage.view(), None, 1 / math.sqrt(128))
+    exact, _ = dense(query.double(), keys.double(), values.double(), None, 1 / math.sqrt(128))
+    relative = float((out - exact).square().sum() / exact.square().sum())
+    # keys: scores are off by |q| / sqrt(D) * sqrt(D_key) = 0.1, weights by as much; values: D_value
+    assert relative < 1.5 * (0.00966 + 0.00957)

@@ -1,0 +1,225 @@
+"""The command line: parse, call, print."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import TextStreamer
+
+from . import demo as demo_runs
+from . import evaluate as quality
+from . import tables
+from .geometry import load_config
+from .hardware import detect
+from .plan import PlanSettings, parse_memory, plan_memory
+from .presets import PRESETS, resolve_preset
+
+app = typer.Typer(
+    name="tq-cache",
+    help="A quantised KV cache for Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DEFAULT_SKIP = "boundary,sliding_window"
+MAIN_PRESETS = ",".join(name for name in PRESETS if not name.startswith("tq_"))  # without the mixed pairs
+Model = Annotated[Path, typer.Option(help="A model folder; the embedded model if left out.", show_default=False)]
+Presets = Annotated[str, typer.Option(help="Preset names with commas between, or all.")]
+Residual = Annotated[int, typer.Option(help="Newest tokens kept in the model's dtype; 0 packs every token at once.")]
+Skip = Annotated[str, typer.Option(help="Layers not packed: boundary, sliding_window, indices, with commas; or none.")]
+Context = Annotated[int, typer.Option(help="Tokens per sequence.")]
+
+
+@app.command()
+def demo(
+    presets: Presets = MAIN_PRESETS,
+    model: Model = demo_runs.EMBEDDED_MODEL,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the story.")] = 1536,
+    residual_length: Residual = 128,
+    skip_layers: Skip = "sliding_window",
+) -> None:
+    """The same prompt, a long story with a fact in it, with the 16-bit cache and with each preset."""
+    with user_errors():
+        names, skip = parse_presets(presets), parse_skip_layers(skip_layers)
+        language_model, tokenizer = load_model(model)
+        case = demo_runs.demo_case(tokenizer, prompt_tokens)
+        with progress("generating", len(names) + 1) as advance:
+            runs = demo_runs.run_demo(
+                *(language_model, tokenizer, case, names, advance),
+                residual_length=residual_length,
+                skip_layers=skip,
+            )
+        stdout().print(tables.demo_table(case, runs))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    model: Model = demo_runs.EMBEDDED_MODEL,
+    preset: Annotated[str, typer.Option(help="A preset of `tq-cache info`.")] = "4bit_nc",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    residual_length: Residual = 128,
+    skip_layers: Skip = DEFAULT_SKIP,
+) -> None:
+    """Continue a prompt, greedily, and say what the cache took."""
+    with user_errors():
+        text = read_prompt(prompt, prompt_file)
+        resolve_preset(preset)
+        skip = parse_skip_layers(skip_layers)
+        language_model, tokenizer = load_model(model)
+        cache = demo_runs.make_cache(language_model, preset, residual_length=residual_length, skip_layers=skip)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        run = demo_runs.generate(language_model, tokenizer, text, cache, max_new_tokens, preset, streamer=streamer)
+        stdout().print(tables.generated_line(run))
+
+
+@app.command()
+def info() -> None:
+    """This machine, the formats and paths chosen for it, and all presets."""
+    with user_errors():
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for table in (tables.machine_table(device, detect(device)), tables.preset_table(), tables.hardware_table()):
+            stdout().print(table)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="A model folder or a config.json; no weights needed.")],
+    context: Context = 32768,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    memory: Annotated[str | None, typer.Option(help="Memory there is, such as 24GB or 80GiB.")] = None,
+    weights_gb: Annotated[float, typer.Option(help="GB of it (10^9 bytes) that weights and the rest take.")] = 0.0,
+    presets: Presets = "all",
+    residual_length: Residual = 128,
+    skip_layers: Skip = DEFAULT_SKIP,
+) -> None:
+    """KV memory per preset, and the longest context that fits, from a config alone."""
+    with user_errors():
+        if weights_gb and memory is None:
+            raise ValueError(f"expected --memory beside --weights-gb {weights_gb:g}, got none")
+        left = None if memory is None else parse_memory(memory) - int(weights_gb * 1e9)
+        settings = PlanSettings(context, batch, residual_length, skip_layers=parse_skip_layers(skip_layers))
+        planned = plan_memory(load_config(model), parse_presets(presets), settings, left)
+        stdout().print(tables.geometry_table(planned))
+        stdout().print(tables.plan_table(planned))
+
+
+@app.command("eval")
+def evaluate(
+    presets: Presets = "fp8_e4m3,k8v4,4bit_nc,tq4,tq3",
+    model: Model = demo_runs.EMBEDDED_MODEL,
+    context: Annotated[int, typer.Option(help="Tokens prefilled, of texts and of recall prompts.")] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens decoded per text.")] = 256,
+    texts: Annotated[int, typer.Option(help="How many texts.")] = 2,
+    cases: Annotated[int, typer.Option(help="Recall cases per kind and depth; 0 for none.")] = 4,
+    text_file: Annotated[Path | None, typer.Option(help="Measure on this text rather than on stories.")] = None,
+    residual_length: Residual = 128,
+    skip_layers: Skip = DEFAULT_SKIP,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here.")] = None,
+) -> None:
+    """Perplexity, KL to the 16-bit cache, top-1 agreement and recall at depth, in float32."""
+    with user_errors():
+        names, skip = parse_presets(presets), parse_skip_layers(skip_layers)
+        for path in (out, plot):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"expected a folder for {str(path)!r}, there is none; make it first")
+        if plot is not None:
+            quality.plotting()  # missing matplotlib is better known before the measuring than after
+        settings = quality.EvalSettings(
+            *(context, decode), texts=texts, cases=cases, residual_length=residual_length, skip_layers=skip
+        )
+        text = None if text_file is None else read_text(text_file)
+        # float32, so that KL shows what the cache does and not the rounding of the model
+        language_model, tokenizer = load_model(model, torch.float32)
+        with progress("measuring", quality.steps(names, settings)) as advance:
+            result = quality.evaluate(language_model, tokenizer, names, settings, text, advance)
+        stdout().print(tables.eval_table(result))
+        if out is not None:
+            result.save_json(out)
+        if plot is not None:
+            result.save_plot(plot)
+
+
+# ---------------------------------------------------------------------------------------------------------- parsing
+
+
+def load_model(path: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    if path == demo_runs.EMBEDDED_MODEL:
+        torch.set_num_threads(1)  # its matrices are too small for more, which only wait for each other
+    return demo_runs.load_model(path, dtype)
+
+
+def parse_presets(text: str) -> list[str]:
+    """Preset names from "a,b" or "all"; raises ValueError on unknown ones."""
+    names = list(PRESETS) if text.strip() == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"expected presets of {', '.join(PRESETS)}, or all, got none")
+    return [resolve_preset(name).name for name in names]
+
+
+def parse_skip_layers(text: str) -> tuple[str | int, ...]:
+    """`skip_layers` from "boundary,sliding_window,0,-1" or "none"; the cache checks the words."""
+    entries = [] if text.strip() == "none" else [entry.strip() for entry in text.split(",") if entry.strip()]
+    return tuple(int(entry) if entry.lstrip("-").isdigit() else entry for entry in entries)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt, from one of the two; raises ValueError unless exactly one is given."""
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError(f"expected one of --prompt and --prompt-file, got {'neither' if prompt is None else 'both'}")
+    return prompt if prompt_file is None else read_text(prompt_file)  # type: ignore[return-value]
+
+
+def read_text(path: Path) -> str:
+    """A text file; raises ValueError unless it can be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a text file in UTF-8, got {str(path)!r}: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------------- printing
+
+
+def stdout() -> Console:
+    """Standard output, at least 120 wide where it is no terminal, so that tables in files and pipes are whole."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; gives the function that moves it by one step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors of input as one line and exit code 2, warnings as one line each, nothing else on standard error."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        except (ValueError, TypeError, NotImplementedError, OSError) as error:
+            message = " ".join(str(error).split())
+            console.print(f"error: {message}", markup=False)
+            raise typer.Exit(2) from None
+        finally:
+            for message in dict.fromkeys(str(warning.message) for warning in caught):
+                console.print(f"warning: {' '.join(message.split())}", markup=False)

@@ -1,0 +1,142 @@
+"""What every layer of a model caches, from its config alone: no model classes, no weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
+
+from .compat import decoder_config, layer_kinds, own_layers
+from .policy import WITHOUT_KV
+
+# Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
+EXPANDED_LATENT = ("deepseek_sparse_attention",)
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """What one layer caches of a token: `num_kv_heads` keys of `key_dim` and values of `value_dim` elements.
+
+    window:      tokens attended to by a sliding or chunked layer, which holds one fewer; None: it holds all
+    indexer_dim: further elements per token that always stay in the model's dtype (the indexer of sparse attention)
+
+    A layer without keys and values has zeros.
+    """
+
+    index: int
+    kind: str
+    num_kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    indexer_dim: int = 0
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """The cache layers of a model; `notes` say in words what it holds beside them, which is not counted."""
+
+    model_type: str
+    layers: tuple[LayerGeometry, ...]
+    notes: tuple[str, ...] = ()
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config in a folder, or a config.json.  Raises ValueError unless there is one."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"expected a model folder or a config.json, got {str(path)!r}, where there is none")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:
+        raise ValueError(f"expected the config.json of a model, got {str(file)!r}, which is not JSON") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"expected a config.json with a model_type, got {str(file)!r} without")
+    return AutoConfig.from_pretrained(str(file))
+
+
+def model_geometry(config: PreTrainedConfig) -> ModelGeometry:
+    """What each cache layer of this model holds.
+
+    Raises TypeError or ValueError unless the config describes a decoder with the fields needed, NotImplementedError on
+    layers whose memory is their model's own affair.
+    """
+    decoder = decoder_config(config)
+    kinds, layers = layer_kinds(decoder), own_layers(decoder)
+    configs = _config_per_layer(decoder, len(kinds))
+    geometry = tuple(
+        _layer_geometry(configs[index], index, kind, layer)
+        for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True))
+    )
+    notes = []
+    states = [kind for kind, layer in zip(kinds, layers, strict=True) if isinstance(layer, LinearAttentionLayer)]
+    if fixed := sum(kind not in ("moe", "mlp") for kind in states):  # 5.17 keeps empty ones for these two
+        notes.append(f"{fixed} layers keep a recurrent state of fixed size, not counted here")
+    if getattr(config, "is_encoder_decoder", False):
+        notes.append("keys and values of the encoder (cross attention) are not counted here")
+    return ModelGeometry(decoder.model_type, geometry, tuple(notes))
+
+
+def _config_per_layer(decoder: Any, num_layers: int) -> list[Any]:
+    """The config as each cache layer sees it: where layers differ, transformers keeps one for each."""
+    per_layer = list(getattr(decoder, "per_layer_config", None) or ())
+    return per_layer if len(per_layer) >= num_layers else [decoder] * num_layers
+
+
+def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeometry:
+    if kind in WITHOUT_KV:
+        return LayerGeometry(index, kind)
+    if not isinstance(layer, DynamicLayer) or "compressed" in kind or kind == "minimax_m3_sparse":
+        raise NotImplementedError(
+            f"expected layers that cache as transformers' own do, got {kind!r}; its memory is not planned"
+        )
+    if _field(config, "kv_lora_rank"):
+        heads, key_dim, value_dim = _latent_dims(config, kind)
+    else:
+        heads, key_dim, value_dim = _num_kv_heads(config, kind), _head_dim(config, kind), _field(config, "v_head_dim")
+    indexed = isinstance(layer, DynamicIndexedLayer)
+    indexer_dim = _field(config, "index_head_dim", "indexer_head_dim") if indexed else 0
+    window = getattr(layer, "sliding_window", None)
+    return LayerGeometry(index, kind, heads, key_dim, value_dim or key_dim, window, indexer_dim)
+
+
+def _latent_dims(config: Any, kind: str) -> tuple[int, int, int]:
+    """Multi-head latent attention: the latent is cached in place of keys, the rotary part in place of values."""
+    if kind in EXPANDED_LATENT:
+        key_dim = _field(config, "qk_nope_head_dim") + _field(config, "qk_rope_head_dim")
+        return _num_heads(config), key_dim, _field(config, "v_head_dim")
+    return 1, _field(config, "kv_lora_rank"), _field(config, "qk_rope_head_dim")
+
+
+def _num_heads(config: Any) -> int:
+    heads = _field(config, "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "num_heads")
+    if not heads:
+        raise ValueError(f"expected a config with num_attention_heads, got {type(config).__name__} without")
+    return heads
+
+
+def _num_kv_heads(config: Any, kind: str) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    nested = getattr(config, "attn_config", None)  # DBRX
+    heads = _field(config, "num_key_value_heads", "num_kv_heads") or _field(nested, "kv_n_heads") or _num_heads(config)
+    # Written into the model's code, not its config.
+    return 2 * heads if config.model_type == "mimo_v2_flash" and kind == "sliding_attention" else heads
+
+
+def _head_dim(config: Any, kind: str) -> int:
+    if kind == "full_attention" and (wide := _field(config, "global_head_dim")):
+        return wide
+    head_dim = _field(config, "attention_head_dim", "head_dim", "kv_channels")
+    hidden_size = _field(config, "hidden_size", "d_model")
+    if not head_dim and not hidden_size:
+        raise ValueError(f"expected a config with head_dim or hidden_size, got {type(config).__name__} without")
+    return head_dim or hidden_size // _num_heads(config)
+
+
+def _field(config: Any, *names: str) -> int:
+    """The first of these fields that is set, else 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)

@@ -1,0 +1,161 @@
+"""KV memory from a config alone: bytes per preset, and the longest context that fits.
+
+Bytes are those of a cache right after a prefill of the whole context.  Packed memory grows by an eighth at a time, so
+a cache that got there by decoding may hold up to that much more.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from .geometry import LayerGeometry, ModelGeometry, model_geometry
+from .packing import BLOCK_TOKENS
+from .policy import LayerPlan, plan_layers
+from .presets import Preset, resolve_preset
+from .rotation import check_head_dim
+
+EXACT = "16-bit"
+EXACT_BYTES = 2
+CALIBRATION_BYTES = 4
+# The search for the longest context ends here; what fits then, sliding windows only, fits at any length.
+MOST_TOKENS = 1 << 32
+MEMORY_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What bytes depend on beside model and preset: tokens, sequences, and the arguments of `TurboQuantCache`."""
+
+    context: int
+    batch: int = 1
+    residual_length: int = 128
+    sink_tokens: int = 0
+    skip_layers: tuple[str | int, ...] = ("boundary", "sliding_window")
+    boundary_layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.context < 1 or self.batch < 1:
+            raise ValueError(f"expected context and batch of 1 or more, got {self.context} and {self.batch}")
+        if self.residual_length < 0 or self.sink_tokens < 0:
+            raise ValueError(
+                "expected residual_length and sink_tokens of 0 or more, "
+                f"got {self.residual_length} and {self.sink_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One cache: bytes at the context, how many times smaller than at 16 bits, bits per element, and the longest
+    context, in tokens, that fits in the memory given (None: no memory given)."""
+
+    name: str
+    nbytes: int
+    ratio: float
+    bits_per_element: float
+    longest_context: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The first row is the 16-bit cache, then one per preset.  `memory` is what there is for keys and values."""
+
+    geometry: ModelGeometry
+    layer_plans: tuple[LayerPlan, ...]
+    settings: PlanSettings
+    memory: int | None
+    rows: tuple[PlanRow, ...]
+
+
+def plan_memory(
+    config: PreTrainedConfig, presets: Sequence[str], settings: PlanSettings, memory: int | None = None
+) -> MemoryPlan:
+    """Bytes of the 16-bit cache and of each preset, and the longest context that fits in `memory` bytes.
+
+    Raises ValueError or NotImplementedError on unknown presets or layers, on head_dims that cannot be packed, and on
+    a memory that is not positive.
+    """
+    if memory is not None and memory <= 0:
+        raise ValueError(f"expected memory left for keys and values, got {memory:,} bytes after the weights")
+    geometry = model_geometry(config)
+    chosen = [None, *[resolve_preset(name) for name in presets]]
+    exact = cache_bytes(geometry, None, settings)
+    rows = []
+    for preset in chosen:
+        nbytes = cache_bytes(geometry, preset, settings)
+        longest = None if memory is None else longest_context(geometry, preset, settings, memory)
+        name = EXACT if preset is None else preset.name
+        rows.append(PlanRow(name, nbytes, exact / nbytes, 8 * EXACT_BYTES * nbytes / exact, longest))
+    return MemoryPlan(geometry, tuple(_layer_plans(geometry, settings)), settings, memory, tuple(rows))
+
+
+def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> int:
+    """Bytes of a whole cache with this preset; None: the 16-bit cache (`DynamicCache` of a 16-bit model)."""
+    plans = _layer_plans(geometry, settings)
+    return sum(
+        _layer_bytes(layer, preset if plan.packed else None, settings)
+        for layer, plan in zip(geometry.layers, plans, strict=True)
+    )
+
+
+def longest_context(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings, memory: int) -> int:
+    """Most tokens per sequence whose cache fits in `memory` bytes; 0 if not even one does, at most `MOST_TOKENS`."""
+    fits, too_many = 0, MOST_TOKENS + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if cache_bytes(geometry, preset, replace(settings, context=middle)) <= memory:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def parse_memory(text: str) -> int:
+    """Bytes from "24GB" (10^9), "24GiB" (2^30), "512MB", ...; raises ValueError on anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2].upper() not in MEMORY_UNITS:
+        raise ValueError(f"expected a memory size such as 24GB, 80GiB or 512MB, got {text!r}")
+    return int(float(match[1]) * MEMORY_UNITS[match[2].upper()])
+
+
+def _layer_plans(geometry: ModelGeometry, settings: PlanSettings) -> list[LayerPlan]:
+    return plan_layers([layer.kind for layer in geometry.layers], settings.skip_layers, settings.boundary_layers)
+
+
+def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSettings) -> int:
+    tokens = settings.context if layer.window is None else min(settings.context, layer.window - 1)
+    indexer = EXACT_BYTES * settings.batch * tokens * layer.indexer_dim
+    exact_token = EXACT_BYTES * (layer.key_dim + layer.value_dim)
+    if preset is None:
+        sequence = tokens * exact_token
+    else:
+        check_head_dim(layer.key_dim)
+        check_head_dim(layer.value_dim)
+        packed, kept = _split(settings)
+        sequence = packed * preset.token_bytes(layer.key_dim, layer.value_dim) + kept * exact_token
+        sequence += _calibration_bytes(layer, preset) if packed else 0
+    return settings.batch * layer.num_kv_heads * sequence + indexer
+
+
+def _split(settings: PlanSettings) -> tuple[int, int]:
+    """Tokens that a packed layer has room for, packed and in the model's dtype, as `LayerStorage` divides them."""
+    context, sinks = settings.context, settings.sink_tokens
+    room = settings.residual_length + sinks + 1
+    surplus = context - sinks - settings.residual_length
+    packed = min(_whole_blocks(surplus), context - sinks) if surplus > 0 else 0
+    tail = context - packed - (sinks if packed else 0)
+    tail_room = min(room, _whole_blocks(tail * 9 // 8 + 1))
+    return _whole_blocks(packed), tail_room + (sinks if packed else 0)
+
+
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:
+    """Bytes of what is measured once per sequence and KV head (`Calibration`)."""
+    elements = (layer.key_dim + layer.value_dim) if preset.center else 0
+    elements += layer.key_dim if preset.smooth else 0
+    elements += sum(fmt.float8 is not None for fmt in (preset.key, preset.value))
+    return CALIBRATION_BYTES * elements

@@ -1,0 +1,164 @@
+"""What the command line prints: results as tables."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import transformers
+from rich.table import Table
+
+from .demo import Generated
+from .evaluate import EvalResult
+from .geometry import LayerGeometry
+from .hardware import ARCHITECTURES, PATH_OF_THIS_VERSION, Architecture
+from .plan import MOST_TOKENS, MemoryPlan
+from .presets import PRESETS
+from .tasks import Case
+
+TABLE_HEAD_DIM = 128
+
+
+def demo_table(case: Case, runs: Sequence[Generated]) -> Table:
+    """One line per cache; the first is what the others are compared with."""
+    table = _table("cache", "text", ">agreement", ">KV bytes", ">bits/element", ">smaller", ">tokens/s")
+    question = " ".join(case.prompt.rsplit("\n\n", 1)[-1].split())
+    table.title = f"a story of {case.length:,} tokens, then: {question}   (told in the story: {case.answer})"
+    for run in runs:
+        row = [run.name, _one_line(run.text, 80), f"{run.agreement(runs[0]):.0%}", f"{run.nbytes:,}"]
+        table.add_row(*row, f"{run.bits_per_element:.2f}", f"{run.ratio:.2f}x", f"{run.tokens_per_second:.1f}")
+    table.caption = (
+        f"agreement: share of {len(runs[0].tokens)} tokens equal to those with the 16-bit cache; KV bytes: all that a "
+        f"cache holds, its newest tokens in the model's dtype too; computed by the {PATH_OF_THIS_VERSION}"
+    )
+    return table
+
+
+def generated_line(run: Generated) -> str:
+    """What one run took, in words."""
+    size = f"{run.ratio:.2f}x smaller than 16-bit"
+    if run.ratio <= 1:
+        size = "no smaller than 16-bit: few tokens are packed yet, and there is room for more"
+    return (
+        f"\n{len(run.tokens)} tokens, {run.tokens_per_second:.1f} tokens/s; {run.name} cache: {run.nbytes:,} bytes, "
+        f"{run.bits_per_element:.2f} bits per element, {size} ({run.bytes_16bit:,} bytes)"
+    )
+
+
+def machine_table(device: torch.device, row: Architecture) -> Table:
+    """Where and with what this runs."""
+    table = Table(title="this machine", show_header=False)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    table.add_row("device", f"{device.type}: {name}, architecture {row.name}, {torch.get_num_threads()} CPU threads")
+    table.add_row("computed by", f"{PATH_OF_THIS_VERSION}, all formats; this version has no kernels yet")
+    table.add_row("path for kernels", f"{row.decode_path} ({row.reason})")
+    table.add_row("fp8 by instruction", f"convert: {_formats(row.fp8_convert)}; multiply: {_formats(row.fp8_multiply)}")
+    table.add_row("python, system", f"{sys.version.split()[0]}, {platform.platform()}")
+    table.add_row("torch, transformers", f"{torch.__version__}, {transformers.__version__}")
+    table.add_row("triton, tq-cache", f"{_version('triton')}, {_version('tq-cache')}")
+    return table
+
+
+def preset_table() -> Table:
+    """Every preset, with its bytes for vectors of `TABLE_HEAD_DIM` elements."""
+    table = _table("preset", "keys", "values", ">bytes/token", ">smaller", "centred", "smoothed")
+    table.title = f"presets (bytes of one packed token of one KV head, head_dim {TABLE_HEAD_DIM})"
+    exact = 4 * TABLE_HEAD_DIM
+    for preset in PRESETS.values():
+        nbytes = preset.token_bytes(TABLE_HEAD_DIM, TABLE_HEAD_DIM)
+        center, smooth = "yes" if preset.center else "-", f"{preset.smooth:g}" if preset.smooth else "-"
+        row = [preset.name, preset.key.name, preset.value.name, f"{nbytes}", f"{exact / nbytes:.2f}x"]
+        table.add_row(*row, center, smooth)
+    return table
+
+
+def hardware_table() -> Table:
+    """Every architecture known."""
+    table = _table("architecture", "GPUs", "fp8 convert", "fp8 multiply", "path for kernels")
+    table.title = "architectures (what kernels will use; this version computes with the PyTorch reference everywhere)"
+    for row in ARCHITECTURES.values():
+        table.add_row(row.name, row.gpus, _formats(row.fp8_convert), _formats(row.fp8_multiply), row.decode_path)
+    return table
+
+
+def geometry_table(plan: MemoryPlan) -> Table:
+    """Layers of a model that are alike, a line each."""
+    table = _table(">layers", "kind", ">KV heads", ">key dim", ">value dim", ">window", "stored", "why")
+    table.title = f"{plan.geometry.model_type}: {len(plan.geometry.layers)} cache layers"
+    groups: dict[tuple[str, ...], int] = {}
+    for layer, layer_plan in zip(plan.geometry.layers, plan.layer_plans, strict=True):
+        stored = "packed" if layer_plan.packed else "16-bit" if layer.num_kv_heads else "-"
+        key = (*_dims(layer), stored, layer_plan.reason)
+        groups[key] = groups.get(key, 0) + 1
+    for key, count in groups.items():
+        table.add_row(str(count), *key)
+    table.caption = "; ".join(plan.geometry.notes) or None
+    return table
+
+
+def plan_table(plan: MemoryPlan) -> Table:
+    """KV bytes per cache, and what fits."""
+    table = _table("cache", ">KV bytes", ">GB", ">bits/element", ">smaller")
+    settings = plan.settings
+    table.title = (
+        f"{settings.context:,} tokens x {settings.batch} sequences, residual_length {settings.residual_length}"
+    )
+    if plan.memory is not None:
+        table.add_column(f"longest context in {plan.memory / 1e9:.2f} GB", justify="right")
+    for row in plan.rows:
+        cells = [row.name, f"{row.nbytes:,}", f"{row.nbytes / 1e9:.3f}", f"{row.bits_per_element:.2f}"]
+        longest = [] if row.longest_context is None else [_longest(row.longest_context)]
+        table.add_row(*cells, f"{row.ratio:.2f}x", *longest)
+    table.caption = "bytes after a prefill; a cache that grew by decoding holds up to an eighth more packed memory"
+    return table
+
+
+def eval_table(result: EvalResult) -> Table:
+    """Quality per cache."""
+    depths = list(result.rows[0].recall)
+    recall = [f">recall {float(depth):.0%}" for depth in depths]
+    table = _table("cache", ">bits/element", ">perplexity", ">KL", ">top-1", *recall)
+    settings = result.settings
+    table.title = f"{settings.context:,} tokens prefilled, {settings.texts} x {settings.decode} decoded"
+    for row in result.rows:
+        cells = [row.name, f"{row.bits_per_element:.2f}", f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.top1:.1%}"]
+        table.add_row(*cells, *[f"{row.recall[depth]:.0%}" for depth in depths])
+    table.caption = "KL (nats) and top-1 against the 16-bit cache; recall by depth of the fact, 0 % is the start"
+    return table
+
+
+def _table(*headings: str) -> Table:
+    """A table with these headings; ">" in front aligns right."""
+    table = Table(title_justify="left", caption_justify="left")
+    for heading in headings:
+        right = heading.startswith(">")
+        table.add_column(heading.removeprefix(">"), justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def _dims(layer: LayerGeometry) -> tuple[str, ...]:
+    if not layer.num_kv_heads:
+        return (layer.kind, "-", "-", "-", "-")
+    window = "-" if layer.window is None else f"{layer.window:,}"
+    return (layer.kind, str(layer.num_kv_heads), str(layer.key_dim), str(layer.value_dim), window)
+
+
+def _longest(tokens: int) -> str:
+    return "any" if tokens >= MOST_TOKENS else f"{tokens:,}"
+
+
+def _formats(names: Sequence[str]) -> str:
+    return ", ".join(names) or "-"
+
+
+def _one_line(text: str, most: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
