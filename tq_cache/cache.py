@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .compat import RESET_KEEPS_LENGTH, decoder_config, layer_kinds, length_after_crop, own_layers
 from .layers import PackedHybridLayer, PackedIndexedLayer, PackedLayer
 from .ops import check_backend
-from .policy import LayerPlan, plan_layers
+from .policy import INDEXED, LayerPlan, plan_layers
 from .presets import Preset, resolve_preset
 from .report import CacheReport, held_bytes, make_report
 from .storage import LayerStorage
@@ -81,7 +81,7 @@ class TurboQuantCache(DynamicCache):
     def _packed_layer(self, plan: LayerPlan, storage: LayerStorage, replaced: Any) -> PackedLayer:
         if plan.kind == "hybrid":
             return PackedHybridLayer(storage, self.config, replaced.number_of_states)
-        if plan.kind == "indexed_attention":
+        if plan.kind in INDEXED:
             return PackedIndexedLayer(storage, self.config)
         return PackedLayer(storage, self.config)
 

@@ -6,7 +6,9 @@ Kinds are transformers' own `layer_types`: full_attention, sliding_attention, li
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PACKABLE = ("full_attention", "hybrid", "indexed_attention")
+# Sparse attention with an indexer (DSA); the second is its name up to 5.17.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+PACKABLE = ("full_attention", "hybrid", *INDEXED)
 # Layers of these kinds keep a state of fixed size, or nothing: they hold no keys and values that grow.
 WITHOUT_KV = ("linear_attention", "conv", "mamba", "dummy", "moe", "mlp")
 WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
