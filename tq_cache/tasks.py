@@ -72,9 +72,11 @@ def _digits(rng: random.Random, count: int) -> str:
 
 def _unique(draw: Callable[[], str], count: int) -> list[str]:
     found: dict[str, None] = {}
-    while len(found) < count:
+    for _ in range(1000 * count):
         found[draw()] = None
-    return list(found)
+        if len(found) == count:
+            return list(found)
+    raise ValueError(f"expected fewer than {count} items: there are about {len(found)} different ones")
 
 
 def _any_name(rng: random.Random) -> str:
