@@ -73,9 +73,10 @@ def _digits(rng: random.Random, count: int) -> str:
 def _unique(draw: Callable[[], str], count: int) -> list[str]:
     found: dict[str, None] = {}
     for _ in range(1000 * count):
-        found[draw()] = None
-        if len(found) == count:
-            return list(found)
+        if len(found) < count:
+            found[draw()] = None
+    if len(found) == count:
+        return list(found)
     raise ValueError(f"expected fewer than {count} items: there are about {len(found)} different ones")
 
 
