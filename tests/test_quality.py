@@ -30,8 +30,8 @@ def test_recall(embedded, preset):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["4bit_nc", "tq4", "tq3"])
 def test_recall_at_4096_tokens(embedded, preset):
-    """2 kinds x 5 depths x 6 cases."""
-    assert recall(embedded, preset, context=4096, cases=6, depths=(0.0, 0.25, 0.5, 0.75, 1.0)) >= 0.98
+    """2 kinds x 5 depths x 2 cases."""
+    assert recall(embedded, preset, context=4096, cases=2, depths=(0.0, 0.25, 0.5, 0.75, 1.0)) >= 0.98
 
 
 def test_more_bits_are_better(embedded):
