@@ -45,6 +45,7 @@ LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, 
 EXACT_TILE = tl.constexpr(64)  # exact tokens of a step
 MAX_QUERIES = 16
 NO_MASK, ROW_MASK, FULL_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # one for all columns, or by column
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # --- Scores -----------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def part_width(head_dim, bits):
 def soft_cap(s, softcap):
     """softcap * tanh(s / softcap) of scores in base 2."""
     x = s / (softcap * LOG2E)
-    t = tl.exp2(-2 * LOG2E * tl.abs(x))
+    t = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     tanh = tl.where(x < 0, t - 1, 1 - t) / (1 + t)
     y = x * x  # near 0 the difference above would cancel
     near = x * (1 - y * (0.33333333 - y * (0.13333333 - y * 0.053968254)))
@@ -68,39 +69,32 @@ def soft_cap(s, softcap):
 
 
 @triton.jit
-def _mask_columns(
-    mask, strides, batch, kv_head, first, GROUP: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Pointers to the mask of every query column."""
-    column = first + tl.arange(0, COLUMNS)
-    column = tl.where(column < GROUP * QUERIES, column, 0)
-    head = (kv_head * GROUP + column // QUERIES).to(tl.int64)
-    return mask + batch * strides[0] + head * strides[1] + column % QUERIES * strides[2]
+def _apply_mask(s, mask, base, columns, stride, place, inside, MASK: tl.constexpr):
+    """Adds a float mask to scores [tokens, columns] of tokens `place`; a mask of bytes hides where it is 0.
 
-
-@triton.jit
-def _apply_mask(s, mask, stride, place, inside, MASK: tl.constexpr):
-    """Adds a float mask to scores [tokens, columns] of tokens `place`; a mask of bytes hides where it is 0."""
+    `base` is where one mask for all columns begins, `columns` where those of each column do.
+    """
     if MASK == NO_MASK:
         return s
-    elif MASK == ROW_MASK:
-        m = tl.load(tl.max(mask, 0) + place * stride, mask=inside, other=0)[:, None]
     else:
-        m = tl.load(mask[None, :] + (place * stride)[:, None], mask=inside[:, None], other=0)
-    if m.dtype == tl.uint8:
-        return tl.where(m != 0, s, float("-inf"))
-    else:
-        return s + m.to(tl.float32) * LOG2E
+        if MASK == ROW_MASK:
+            m = tl.load(mask + base + place * stride, mask=inside, other=0)[:, None]
+        else:
+            m = tl.load(mask + columns[None, :] + (place * stride)[:, None], mask=inside[:, None], other=0)
+        if m.dtype == tl.uint8:
+            return tl.where(m != 0, s, float("-inf"))
+        else:
+            return s + m.to(tl.float32) * LOG2E
 
 
 # --- First launch: the query, and attention to exact tokens ----------------------------------------------------------
 
 
 @triton.jit
-def _fine_dot(x, y):
+def _fine_dot(x, y, PRECISION: tl.constexpr):
     """float32 x @ y; if y is a 16-bit type, x in two terms of it."""
     if y.dtype == tl.float32:
-        return tl.dot(x, y, input_precision="ieee")
+        return tl.dot(x, y, input_precision=PRECISION)
     else:
         first = x.to(y.dtype)
         second = (x - first.to(tl.float32)).to(y.dtype)
@@ -108,22 +102,22 @@ def _fine_dot(x, y):
 
 
 @triton.jit
-def _rotate_part(q, matrix, EXACT: tl.constexpr):
+def _rotate_part(q, matrix, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """q [16, channels] @ matrix.  16-bit queries: in three products of float16, for the tensor cores."""
     if EXACT:
-        return tl.dot(q, matrix, input_precision="ieee")
+        return _fine_dot(q, matrix, PRECISION)
     else:
         size = tl.maximum(tl.max(tl.abs(q)), 1e-30) / 256
         first = matrix.to(tl.float16)
         second = (matrix - first.to(tl.float32)).to(tl.float16)
         x = q / size
-        return (_fine_dot(x, first) + tl.dot(x.to(tl.float16), second)) * size
+        return (_fine_dot(x, first, PRECISION) + tl.dot(x.to(tl.float16), second)) * size
 
 
 @triton.jit
 def _prepare_query(
-    query, key_scale, rotation, smooth, center, operand, factors, scaling,
-    DIM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, used,
+    query, key_scale, rotation, smooth, center, vector, operand, factors, scaling,
+    DIM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, used,
 ):  # fmt: skip
     """Brings the queries [16] of one column tile into the space of the key codes; writes operand and factors.
 
@@ -138,10 +132,10 @@ def _prepare_query(
     q = tl.load(query[:, None] + channel[None, :], mask=used[:, None] & inside[None, :], other=0).to(tl.float32)
     shift = tl.zeros((16,), tl.float32)
     if center is not None:
-        shift = tl.sum(q * tl.load(center + channel, mask=inside, other=0)[None, :], 1) * scaling
+        shift = tl.sum(q * tl.load(center + vector + channel, mask=inside, other=0)[None, :], 1) * scaling
     tl.store(factors + 1 + row, shift, mask=row < COLUMNS)
     if smooth is not None:
-        q *= tl.load(smooth + channel, mask=inside, other=0)[None, :]
+        q *= tl.load(smooth + vector + channel, mask=inside, other=0)[None, :]
     turned = ()
     peak = 1e-30
     for part in tl.static_range(PARTS):
@@ -150,11 +144,11 @@ def _prepare_query(
         if rotation is not None:
             matrix = rotation + source[None, :] * DIM + channel[:, None]
             matrix = tl.load(matrix, mask=inner[None, :] & inside[:, None], other=0)
-            x = _rotate_part(q, matrix, query.dtype.element_ty == tl.float32)
+            x = _rotate_part(q, matrix, query.dtype.element_ty == tl.float32, PRECISION)
         else:
             x = tl.load(query[:, None] + source[None, :], mask=used[:, None] & inner[None, :], other=0).to(tl.float32)
             if smooth is not None:
-                x *= tl.load(smooth + source, mask=inner, other=0)[None, :]
+                x *= tl.load(smooth + vector + source, mask=inner, other=0)[None, :]
         peak = tl.maximum(peak, tl.max(tl.abs(x)))
         turned = turned + (x,)
     COMPUTE: tl.constexpr = operand.dtype.element_ty
@@ -174,8 +168,9 @@ def _prepare_query(
 
 @triton.jit
 def _attend_exact(
-    query, keys, values, mask, limit, out, lse, used, start, end, place, scaling, softcap, strides,
+    query, keys, values, mask, mask_base, mask_columns, limit, out, lse, used, start, end, place, scaling, softcap, strides,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of 16 queries to tokens start .. end in the model's dtype; writes its output and log-sum-exp.
 
@@ -191,7 +186,7 @@ def _attend_exact(
         inside, row = token < end, token.to(tl.int64)
         k = keys + row[None, :] * strides[0] + channel[:, None]
         k = tl.load(k, mask=inside[None, :] & (channel < DIM)[:, None], other=0)
-        s = tl.dot(q, k, input_precision="ieee") * scaling
+        s = tl.dot(q, k, input_precision=PRECISION) * scaling
         v = values + row[:, None] * strides[1] + value_channel[None, :]
         v = tl.load(v, mask=inside[:, None] & (value_channel < VALUE_DIM)[None, :], other=0)
         if SOFTCAP:
@@ -202,13 +197,13 @@ def _attend_exact(
                 seen = seen & ((token + place)[None, :] < limit[:, None])
             s = tl.where(seen, s, float("-inf"))
         else:
-            s = _apply_mask(s.T, mask, strides[2], token + place, inside, MASK).T
+            s = _apply_mask(s.T, mask, mask_base, mask_columns, strides[2], token + place, inside, MASK).T
             s = tl.where(inside[None, :], s, float("-inf"))
         highest = tl.maximum(peak, tl.max(s, 1))
         alpha = tl.exp2(peak - highest)
         p = tl.exp2(s - highest[:, None])
         peak, total = highest, total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + _fine_dot(p, v)
+        acc = acc * alpha[:, None] + _fine_dot(p, v, PRECISION)
     acc /= tl.maximum(total, 1e-30)[:, None]
     tl.store(out[:, None] + value_channel[None, :], acc, mask=used[:, None] & (value_channel < VALUE_DIM)[None, :])
     tl.store(lse, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), float("-inf")), mask=used)
@@ -219,7 +214,7 @@ def _decode_prepare_kernel(
     query, key_scale, rotation, smooth, center, keys, values, sinks, mask, operand, factors, partial, partial_lse,
     sizes, scales, strides,
     DIMS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
+    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a column tile prepares its queries; each other one is a split of the exact tokens.
 
@@ -234,42 +229,36 @@ def _decode_prepare_kernel(
     pair = batch * (tl.num_programs(1) // TILES) + kv_head
     column = tile * COLUMNS + tl.arange(0, 16)
     used = (tl.arange(0, 16) < COLUMNS) & (column < GROUP * QUERIES)
+    column = tl.where(used, column, 0)
     head = kv_head * GROUP + column // QUERIES
     query += batch * strides[0][0] + head * strides[0][1] + column % QUERIES * strides[0][2]
     if tl.program_id(0) == 0:
         index = pair * TILES + tile
         size: tl.constexpr = parts(BITS) * TERMS * COLUMNS * part_width(DIM, BITS)
-        smooth = smooth + pair * DIM if smooth is not None else None
-        center = center + pair * DIM if center is not None else None
         _prepare_query(
-            query, key_scale + pair, rotation, smooth, center, operand + index * size, factors + index * (1 + COLUMNS),
-            scales[0], DIM, BITS, UNIT, COLUMNS, TERMS, used,
+            query, key_scale + pair, rotation, smooth, center, pair * DIM, operand + index * size, factors + index * (1 + COLUMNS),
+            scales[0], DIM, BITS, UNIT, COLUMNS, TERMS, PRECISION, used,
         )  # fmt: skip
     else:
         split = tl.program_id(0) - 1
         row = ((pair * sizes[1] + sizes[0] + split) * GROUP * QUERIES).to(tl.int64) + column
+        mask_columns = batch * strides[5][0] + head * strides[5][1] + column % QUERIES * strides[5][2]
         limit = sizes[2] + sizes[4] + sizes[3] - QUERIES + 1 + column % QUERIES
-        if FLAGS[2] != NO_MASK:
-            mask = _mask_columns(mask, strides[5], batch, kv_head, tile * COLUMNS, GROUP, QUERIES, 16)
         start = split * sizes[5]
-        shift = sizes[4] + sizes[2]
-        end = tl.minimum(start + sizes[5], sizes[3])
-        step = (strides[1][2], strides[2][2], strides[5][3])
+        end, shift = tl.minimum(start + sizes[5], sizes[3]), sizes[4] + sizes[2]
+        k = keys + batch * strides[1][0] + kv_head * strides[1][1]
+        v = values + batch * strides[2][0] + kv_head * strides[2][1]
+        steps = (tl.full((), 0, tl.int64) + strides[1][2], tl.full((), 0, tl.int64) + strides[2][2])
         if sinks is not None:
             if split == tl.num_programs(0) - 2:  # the last one takes the sinks
                 start, end, shift = start * 0, end * 0 + sizes[2], shift * 0
-                keys = sinks[0] + batch * strides[3][0] + kv_head * strides[3][1]
-                values = sinks[1] + batch * strides[4][0] + kv_head * strides[4][1]
-                step = (strides[3][2], strides[4][2], strides[5][3])
-            else:
-                keys += batch * strides[1][0] + kv_head * strides[1][1]
-                values += batch * strides[2][0] + kv_head * strides[2][1]
-        else:
-            keys += batch * strides[1][0] + kv_head * strides[1][1]
-            values += batch * strides[2][0] + kv_head * strides[2][1]
+                k = sinks[0] + batch * strides[3][0] + kv_head * strides[3][1]
+                v = sinks[1] + batch * strides[4][0] + kv_head * strides[4][1]
+                steps = (tl.full((), 0, tl.int64) + strides[3][2], tl.full((), 0, tl.int64) + strides[4][2])
         _attend_exact(
-            query, keys, values, mask, limit, partial + row * VALUE_DIM, partial_lse + row, used, start, end, shift,
-            scales[0], scales[1], step, DIM, VALUE_DIM, FLAGS[0], FLAGS[1], FLAGS[2],
+            query, k, v, mask, batch * strides[5][0], mask_columns, limit, partial + row * VALUE_DIM, partial_lse + row, used, start, end, shift,
+            scales[0], scales[1], (steps[0], steps[1], strides[5][3]), DIM, VALUE_DIM, FLAGS[0], FLAGS[1], FLAGS[2],
+            PRECISION,
         )  # fmt: skip
 
 
@@ -291,13 +280,15 @@ def _load_operand(operand, WIDTH: tl.constexpr, PARTS: tl.constexpr, N: tl.const
 def _packed_scores(
     q, keys, scale, shift, softcap,
     KEY: tl.constexpr, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Scores [ROWS, COLUMNS] of decoded key rows; `scale` [ROWS] is their factor."""
+    BITS: tl.constexpr = KEY[0]
+    TABLE: tl.constexpr = KEY[1]
     s = tl.zeros((ROWS, COLUMNS * TERMS), tl.float32)
-    for k in tl.static_range(parts(KEY[0])):
-        rows = decode_part(keys, k, KEY[0], KEY[1], COMPUTE, PTX)
-        s = tl.dot(rows, q[k], s, input_precision="ieee")
+    for k in tl.static_range(parts(BITS)):
+        rows = decode_part(keys, k, BITS, TABLE, COMPUTE, PTX)
+        s = tl.dot(rows, q[k], s, input_precision=PRECISION)
     s = gather_terms(s, TERMS, 1) * scale[:, None]
     if SOFTCAP:
         s = soft_cap(s + shift[None, :], softcap)
@@ -324,7 +315,7 @@ def _decode_split_kernel(
     operand, factors, key, value, mask, lengths, partial, partial_lse, sizes, softcap, strides,
     DIMS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    PRECISION: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One program = one split of the packed tokens of one sequence and KV head, for a tile of its query columns.
 
@@ -339,6 +330,8 @@ def _decode_split_kernel(
     MASKED: tl.constexpr = LAUNCH[2]
     KEY_BITS: tl.constexpr = KEY[0]
     VALUE_BITS: tl.constexpr = VALUE[0]
+    KEY_TABLE: tl.constexpr = KEY[1]
+    VALUE_TABLE: tl.constexpr = VALUE[1]
     VALUE_PARTS: tl.constexpr = parts(VALUE_BITS)
     DIM: tl.constexpr = DIMS[0]
     WIDTH: tl.constexpr = part_width(DIM, KEY_BITS)
@@ -357,7 +350,7 @@ def _decode_split_kernel(
     if lengths is not None:
         tokens = tl.minimum(tl.load(lengths + batch), tokens)
     if PTX:
-        keep_tables(tokens, KEY[1], VALUE[1])
+        keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
     index = batch * tl.num_programs(1) + tl.program_id(1)
     q = _load_operand(operand + index * (parts(KEY_BITS) * N * WIDTH), WIDTH, parts(KEY_BITS), N)
     factor = tl.load(factors + index * (1 + COLUMNS))
@@ -367,8 +360,10 @@ def _decode_split_kernel(
     key_scale = key[1] + batch * strides[1][0] + kv_head * strides[1][1]
     value_packed = value[0] + batch * strides[2][0] + kv_head * strides[2][1]
     value_scale = value[1] + batch * strides[3][0] + kv_head * strides[3][1]
-    if MASK != NO_MASK:
-        mask = _mask_columns(mask, strides[4], batch, kv_head, first_column, GROUP, QUERIES, COLUMNS)
+    mask_base = batch * strides[4][0]
+    mask_columns = tl.where(column < GROUP * QUERIES, column, 0)
+    mask_head = kv_head * GROUP + mask_columns // QUERIES
+    mask_columns = mask_base + mask_head * strides[4][1] + mask_columns % QUERIES * strides[4][2]
 
     place = tl.arange(0, ROWS)  # along a value row; `to_rows` gives the score row
     place = place // SPAN * BLOCK_TOKENS + place % SPAN
@@ -396,10 +391,10 @@ def _decode_split_kernel(
             if KEY_BITS != 8:
                 scale = load_scales(key_scale, start, along, blocks, SLOTS, REPEATS, MASKED)
             s = _packed_scores(
-                q, keys, scale * factor, offset, softcap, KEY, SOFTCAP, TERMS, COMPUTE, PTX, ROWS, COLUMNS
+                q, keys, scale * factor, offset, softcap, KEY, SOFTCAP, TERMS, COMPUTE, PTX, PRECISION, ROWS, COLUMNS
             )
             new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
-            s = _apply_mask(s, mask, strides[4][3], sizes[2] + start + row, new, MASK)
+            s = _apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[2] + start + row, new, MASK)
             s += tl.where(new, 0.0, float("-inf"))[:, None]
             if CAUSAL:
                 s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
@@ -426,15 +421,15 @@ def _decode_split_kernel(
             operands = operands + (spread_terms(to_places(p, SLOTS, REPEATS), TERMS, LIFT, COMPUTE),)
         tile_out = tl.zeros((CHANNELS, N), tl.float32)
         for part in tl.static_range(VALUE_PARTS):
-            channels = decode_part(values, part, VALUE_BITS, VALUE[1], COMPUTE, PTX)
-            tile_out = tl.dot(channels, operands[part], tile_out, input_precision="ieee")
+            channels = decode_part(values, part, VALUE_BITS, VALUE_TABLE, COMPUTE, PTX)
+            tile_out = tl.dot(channels, operands[part], tile_out, input_precision=PRECISION)
         if TERMS == 2:
             alpha = tl.join(alpha, alpha).permute(1, 0).reshape(N)
         out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
 
     if SOFTCAP:
         offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
-    value_factor = unit(VALUE_BITS, VALUE[1], COMPUTE)
+    value_factor = unit(VALUE_BITS, VALUE_TABLE, COMPUTE)
     if VALUE_BITS == 8:
         value_factor *= tl.load(value_scale)
     index = ((pair * sizes[4] + tl.program_id(0)) * GROUP * QUERIES) + column
@@ -449,10 +444,10 @@ def _decode_split_kernel(
 
 @triton.jit
 def _decode_merge_kernel(
-    partial, partial_lse, rotation, center, s_aux, out, lse, sizes, s_aux_strides,
+    partial, partial_lse, rotation, center, s_aux, out, lse, sizes, strides,
     DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program = one query of one head of one sequence.  sizes = (packed splits, all splits)."""
+    """One program = one query of one head of one sequence.  sizes = (packed splits, all splits, H_q)."""
     index = tl.program_id(0).to(tl.int64)  # over B, H_q, S
     COLUMNS: tl.constexpr = GROUP * QUERIES
     CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
@@ -477,9 +472,7 @@ def _decode_merge_kernel(
     result = sum_packed + exact
     if s_aux is not None:  # one more logit, which gives nothing
         head = index // QUERIES
-        head_count = tl.num_programs(0) // QUERIES
-        logit = s_aux + head // (head_count // s_aux_strides[3]) * s_aux_strides[0]
-        logit += head % (head_count // s_aux_strides[3]) * s_aux_strides[1] + index % QUERIES * s_aux_strides[2]
+        logit = s_aux + head // sizes[2] * strides[0] + head % sizes[2] * strides[1] + index % QUERIES * strides[2]
         logit = tl.load(logit).to(tl.float32) * LOG2E
         highest = tl.maximum(peak, logit)
         alpha = tl.exp2(peak - highest)
@@ -494,19 +487,25 @@ def _decode_merge_kernel(
 
 
 class Path(NamedTuple):
-    """How a device computes: the type that goes to the dots, and whether the decoders are inline assembly."""
+    """How a device computes: the type that goes to the dots, inline assembly or not, and how float32 is multiplied."""
 
     compute: torch.dtype
-    ptx: bool
+    ptx: bool = False
+    precision: str = "ieee"
 
 
 def choose_path(query: torch.Tensor) -> Path:
-    """fp8 tensor cores where e4m3 is native (float16 else); float32 for float32 queries."""
+    """fp8 tensor cores where e4m3 is native (float16 else); float32 for float32 queries.
+
+    The inline assembly decodes four neighbouring bytes, which only the operands of fp8 dots keep together.
+    """
     nvidia = query.is_cuda and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(query.device) if nvidia else (0, 0)
+    precision = "tf32x3" if capability >= (8, 0) else "ieee"
     if query.dtype == torch.float32:
-        return Path(torch.float32, nvidia)
-    native = nvidia and torch.cuda.get_device_capability(query.device) >= (8, 9)
-    return Path(torch.float8_e4m3fn if native else torch.float16, nvidia)
+        return Path(torch.float32, False, precision)
+    native = capability >= (8, 9)
+    return Path(torch.float8_e4m3fn if native else torch.float16, native, precision)
 
 
 def code_table(magnitudes: tuple[float, ...]) -> tuple[int, int]:
@@ -518,6 +517,56 @@ def code_table(magnitudes: tuple[float, ...]) -> tuple[int, int]:
     codes = torch.tensor(values, dtype=torch.float8_e4m3fn).view(torch.uint8).tolist()
     codes += [0] * (8 - len(codes))
     return int.from_bytes(codes[:4], "little"), int.from_bytes(codes[4:], "little")
+
+
+class _Shape(NamedTuple):
+    """What the launches share: sizes, splits and flags."""
+
+    batch: int
+    heads: int
+    queries: int
+    kv_heads: int
+    dims: tuple[int, int]  # of keys and values
+    sinks: int
+    packed: int
+    tail: int
+    columns: int  # of a tile
+    terms: int
+    splits: int  # of the packed tokens
+    exact_tokens: int  # of one split of the tail
+    exact: int  # splits of tail and sinks
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def pairs(self) -> int:
+        return self.batch * self.kv_heads
+
+    @property
+    def tiles(self) -> int:
+        return triton.cdiv(self.group * self.queries, self.columns)
+
+    @property
+    def all_splits(self) -> int:
+        return self.splits + self.exact
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.kv_heads * self.tiles, self.batch
+
+    @property
+    def options(self) -> dict:
+        return dict(
+            DIMS=self.dims, GROUP=self.group, QUERIES=self.queries, COLUMNS=self.columns, TERMS=self.terms
+        )  # fmt: skip
+
+
+class _Mask(NamedTuple):
+    tensor: torch.Tensor | None
+    strides: tuple[int, ...]
+    kind: int
 
 
 def decode(
@@ -541,78 +590,113 @@ def decode(
 
     Returns out [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp, float32 [B, H_q, S].
     """
-    _check(query, key, value, keys, values, packed_length, mask, sinks)
-    plan = _plan(query, key, value, keys, packed_length, key_code, value_code, sinks, mask, softcap, causal, path)
-    config = config or choose(value_code[0], plan.path.compute)
-    batch, heads, queries, dim = query.shape
-    kv_heads, dims = keys.shape[1], (dim, values.shape[3])
-    columns = (heads // kv_heads) * queries
-    tiles = triton.cdiv(columns, plan.columns)
-    pairs = batch * kv_heads
-    splits = splits or choose_splits(config, pairs * tiles, packed_length, _multiprocessors(query.device))
-    size = tiles * parts(key_code[0]) * plan.terms * plan.columns * part_width(dim, key_code[0])
-    operand = torch.empty(pairs, size, device=query.device, dtype=plan.path.compute)
-    factors = query.new_empty(pairs * tiles, 1 + plan.columns, dtype=torch.float32)
-    partial = query.new_empty(pairs, splits + plan.exact, columns, dims[1], dtype=torch.float32)
-    partial_lse = query.new_empty(pairs, splits + plan.exact, columns, dtype=torch.float32)
-    out, lse = query.new_empty(batch, heads, queries, dims[1]), query.new_empty(batch, heads, queries, dtype=torch.float32)
-    mask = plan.mask
-    mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    tail = keys.shape[2]
-    count = 0 if sinks is None else sinks[0].shape[2]
-    shared = dict(DIMS=dims, GROUP=heads // kv_heads, QUERIES=queries, COLUMNS=plan.columns, TERMS=plan.terms)
-    _decode_prepare_kernel[1 + plan.exact, kv_heads * tiles, batch](
-        query, key[1], rotations[0], smooth, centers[0], keys, values, sinks if count else None, mask, operand, factors,
-        partial, partial_lse, (splits, splits + plan.exact, count, tail, packed_length, plan.exact_tokens),
-        (scaling * LOG2E.value, softcap or 0.0), (*plan.strides, mask_strides), BITS=key_code[0],
-        UNIT=unit(*key_code, DTYPES[plan.path.compute]), FLAGS=plan.flags, num_warps=8 if dim > 128 else 4, **shared,
+    _check(query, key, value, keys, values, packed_length, mask)
+    path = path or choose_path(query)
+    config = config or choose(value_code[0], path.compute == torch.float8_e4m3fn)
+    shape = _shape(query, keys, values, 0 if sinks is None else sinks[0].shape[2], packed_length, path, config, splits)
+    masked = _describe(mask, shape)
+    flags = (softcap is not None, causal and mask is None and shape.queries > 1, masked.kind)
+    new = query.new_empty
+    width = parts(key_code[0]) * shape.terms * shape.columns * part_width(shape.dims[0], key_code[0])
+    operand = new(shape.pairs * shape.tiles, width, dtype=path.compute)
+    factors = new(shape.pairs * shape.tiles, 1 + shape.columns, dtype=torch.float32)
+    columns = shape.group * shape.queries
+    partial = new(shape.pairs, shape.all_splits, columns, shape.dims[1], dtype=torch.float32)
+    partial_lse = new(shape.pairs, shape.all_splits, columns, dtype=torch.float32)
+    work = (operand, factors, partial, partial_lse)
+    scales = (scaling * LOG2E.value, softcap or 0.0)
+    space = (key[1], rotations[0], smooth, centers[0])
+    _launch_prepare(shape, work, query, space, (keys, values), sinks, masked, scales, flags, key_code, path)
+    _launch_split(shape, work, key, value, masked, lengths, softcap or 0.0, flags, (key_code, value_code), path, config)
+    return _launch_merge(shape, work, query, (rotations[1], centers[1]), s_aux)
+
+
+def _launch_prepare(shape, work, query, space, tail, sinks, masked, scales, flags, key_code, path):
+    operand, factors, partial, partial_lse = work
+    sinks = sinks if shape.sinks else None
+    strides = tuple(x.stride()[:3] for x in (query, *tail, *(sinks or tail))) + (masked.strides,)
+    sizes = (shape.splits, shape.all_splits, shape.sinks, shape.tail, shape.packed, shape.exact_tokens)
+    _decode_prepare_kernel[(1 + shape.exact, *shape.grid)](
+        query, *space, *tail, sinks, masked.tensor, operand, factors, partial, partial_lse, sizes, scales, strides,
+        BITS=key_code[0], UNIT=unit(*key_code, DTYPES[operand.dtype]), FLAGS=flags, PRECISION=path.precision,
+        num_warps=8 if shape.dims[0] > 128 else 4, **shape.options,
     )  # fmt: skip
-    key_scale, value_scale = _pair_strides(key, key_code), _pair_strides(value, value_code)
+
+
+def _launch_split(shape, work, key, value, masked, lengths, softcap, flags, codes, path, config):
+    # Where the tail holds all tokens that some query may not see, the packed ones need no causal mask.
+    flags = (flags[0], flags[1] and shape.tail < shape.queries - 1, flags[2])
     blocks = key[0].shape[2]
-    _decode_split_kernel[splits, kv_heads * tiles, batch](
-        operand, factors, key, value, mask, lengths, partial, partial_lse,
-        (packed_length, blocks, count, count + packed_length + tail, splits + plan.exact), softcap or 0.0,
-        (key[0].stride()[:2], key_scale, value[0].stride()[:2], value_scale, mask_strides),
-        KEY=key_code, VALUE=value_code, FLAGS=plan.packed_flags, COMPUTE=DTYPES[plan.path.compute], PTX=plan.path.ptx,
-        LAUNCH=(config.tile, config.warps, blocks * 64 < config.tile), num_warps=config.warps,
-        num_stages=config.stages, **({} if config.registers is None else {"maxnreg": config.registers}), **shared,
+    sizes = (shape.packed, blocks, shape.sinks, shape.sinks + shape.packed + shape.tail, shape.all_splits)
+    strides = tuple(x.stride()[:2] for x in (key[0], key[1], value[0], value[1])) + (masked.strides,)
+    registers = {} if config.registers is None or not path.ptx else {"maxnreg": config.registers}
+    _decode_split_kernel[(shape.splits, *shape.grid)](
+        *work[:2], key, value, masked.tensor, lengths, *work[2:], sizes, softcap, strides, KEY=codes[0],
+        VALUE=codes[1], FLAGS=flags, COMPUTE=DTYPES[path.compute], PTX=path.ptx,
+        PRECISION=path.precision,
+        LAUNCH=(config.tile, config.warps, blocks * BLOCK_TOKENS.value < config.tile), num_warps=config.warps,
+        num_stages=config.stages, **registers, **shape.options,
     )  # fmt: skip
-    aux = None if s_aux is None else s_aux.expand(batch, heads, queries)
-    _decode_merge_kernel[(batch * heads * queries,)](
-        partial, partial_lse, rotations[1], centers[1], aux, out, lse, (splits, splits + plan.exact),
-        (0, 0, 0, 1) if aux is None else (*aux.stride(), batch), DIM=dims[1], GROUP=heads // kv_heads, QUERIES=queries,
-        SPLITS=triton.next_power_of_2(splits + plan.exact), num_warps=4,
+
+
+def _launch_merge(shape, work, query, space, s_aux):
+    out = query.new_empty(shape.batch, shape.heads, shape.queries, shape.dims[1])
+    lse = query.new_empty(shape.batch, shape.heads, shape.queries, dtype=torch.float32)
+    if s_aux is not None:
+        s_aux = s_aux.expand(*lse.shape)
+    _decode_merge_kernel[(lse.numel(),)](
+        *work[2:], *space, s_aux, out, lse, (shape.splits, shape.all_splits, shape.heads),
+        (0, 0, 0) if s_aux is None else s_aux.stride(), DIM=shape.dims[1], GROUP=shape.group, QUERIES=shape.queries,
+        SPLITS=triton.next_power_of_2(shape.all_splits), num_warps=4,
     )  # fmt: skip
     return out, lse
 
 
-class _Plan(NamedTuple):
-    path: Path
-    columns: int  # of a tile
-    terms: int
-    exact: int  # splits of the exact tokens
-    exact_tokens: int  # of each of them
-    mask: torch.Tensor | None
-    strides: tuple
-    flags: tuple[bool, bool, int]
-    packed_flags: tuple[bool, bool, int]
-
-
-def _plan(query, key, value, keys, packed_length, key_code, value_code, sinks, mask, softcap, causal, path):
-    batch, heads, queries, _ = query.shape
-    path = path or choose_path(query)
+def _shape(query, keys, values, sinks, packed, path, config, splits):
+    batch, heads, queries, dim = query.shape
+    kv_heads, tail = keys.shape[1:3]
     fp8 = path.compute == torch.float8_e4m3fn
-    columns = heads // keys.shape[1] * queries
-    tail = keys.shape[2]
-    tail_splits = min(triton.cdiv(tail, EXACT_TILE.value), 8)
-    exact_tokens = triton.cdiv(triton.cdiv(tail, max(tail_splits, 1)), EXACT_TILE.value) * EXACT_TILE.value
-    has_sinks = sinks is not None and sinks[0].shape[2] > 0
-    kind = NO_MASK.value
-    if mask is not None:
-        rowwise = mask.shape[1] == 1 and queries == 1
-        kind = ROW_MASK.value if rowwise else FULL_MASK.value
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        mask = mask.expand(batch, heads, *mask.shape[2:])
-    causal = causal and mask is None and queries > 1
-    flags = (softcap is not None, causal, kind)
-    return flags, columns, fp8, has_sinks, tail_splits, exact_tokens
+    columns = 8 if heads // kv_heads * queries <= 8 and fp8 else 16
+    steps = triton.cdiv(tail, EXACT_TILE.value)
+    per_split = triton.cdiv(steps, 8)  # at most 8 splits
+    if splits is None:
+        programs = batch * kv_heads * triton.cdiv(heads // kv_heads * queries, columns)
+        splits = choose_splits(config, programs, packed, _multiprocessors(query.device))
+    exact = (triton.cdiv(steps, per_split) if steps else 0) + (sinks > 0)
+    return _Shape(
+        batch, heads, queries, kv_heads, (dim, values.shape[3]), sinks, packed, tail, columns, 2 if fp8 else 1,
+        splits, per_split * EXACT_TILE.value, exact,
+    )  # fmt: skip
+
+
+def _describe(mask, shape):
+    if mask is None:
+        return _Mask(None, (0, 0, 0, 0), NO_MASK.value)
+    kind = ROW_MASK if mask.shape[1] == 1 and shape.queries == 1 else FULL_MASK
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    mask = mask.expand(shape.batch, shape.heads, shape.queries, mask.shape[3])
+    return _Mask(mask, mask.stride(), kind.value)
+
+
+def _check(query, key, value, keys, values, packed_length, mask):
+    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
+    batch, heads, queries, dim = query.shape
+    kv_heads, blocks = key[0].shape[1:3]
+    length = blocks * BLOCK_TOKENS.value
+    if not 0 < queries <= MAX_QUERIES:
+        raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; prefill takes more")
+    if heads % kv_heads or keys.shape[:2] != (batch, kv_heads) or keys.shape[3] != dim:
+        raise ValueError(f"expected keys [{batch}, a divisor of {heads}, n, {dim}], got {list(keys.shape)}")
+    if not 0 < packed_length <= length:
+        raise ValueError(f"expected 1 to {length} packed tokens, got {packed_length}")
+    if keys.dtype != query.dtype or values.dtype != query.dtype or query.dtype not in QUERY_DTYPES:
+        raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {query.dtype}, {keys.dtype}, {values.dtype}")
+    if any(x.stride(-1) != 1 for x in (query, keys, values, *key, *value) if x.dim() > 2):
+        raise ValueError("expected tensors whose last dimension is contiguous")
+    total = packed_length + keys.shape[2]
+    if mask is not None and (mask.dim() != 4 or mask.shape[2] != queries or mask.shape[3] < total):
+        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask.shape)}")
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
