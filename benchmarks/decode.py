@@ -8,9 +8,9 @@ import json
 import math
 import statistics
 import sys
-from pathlib import Path as File
+from pathlib import Path
 
-ROOT = File(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
@@ -18,10 +18,9 @@ import triton  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from tq_kernels import tuning  # noqa: E402
-from tq_kernels.decode import Path, code_table, decode  # noqa: E402
+from tq_kernels.decode import code_table, decode  # noqa: E402
 
 from tq_cache import codebook, packing  # noqa: E402
-from tq_cache.rotation import rotation_matrix  # noqa: E402
 
 # name: (key bits, value bits, values uniform with a zero)
 MODES = {
@@ -59,13 +58,15 @@ def make_case(mode, shape, device="cuda"):
     value = make_side(batch, kv_heads, blocks, dim, value_bits, device)
     if zero:
         value = (*value, (torch.randn_like(value[1], dtype=torch.float32) * 0.1).half())
-    query = torch.randn(batch, heads, 1, dim, device=device, dtype=torch.bfloat16)
+    query = torch.randn(batch, heads, dim, device=device, dtype=torch.bfloat16)
     key_book, value_book = books(mode)
     arguments = dict(
-        packed_length=tokens,
-        key_code=(key_bits, code_table(key_book.magnitudes) if key_book else (0, 0)),
-        value_code=(value_bits, code_table(value_book.magnitudes) if value_book else (0, 0)),
-        scaling=dim**-0.5,
+        tokens=tokens,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        key_table=code_table(key_book.magnitudes) if key_book else (0, 0),
+        value_table=code_table(value_book.magnitudes) if value_book else (0, 0),
+        softmax_scale=dim**-0.5,
     )
     return query, key, value, arguments
 
@@ -82,33 +83,19 @@ def to_float64(side, bits, book, dim, transposed):
 
 
 def reference(query, key, value, arguments, mode):
-    tokens, dim = arguments["packed_length"], query.shape[-1]
+    tokens, dim = arguments["tokens"], query.shape[-1]
     key_book, value_book = books(mode)
-    k = to_float64(key, arguments["key_code"][0], key_book, dim, False)[:, :, :tokens]
-    v = to_float64(value, arguments["value_code"][0], value_book, dim, True)[:, :, :tokens]
-    q = query[:, :, 0].double().unflatten(1, (k.shape[1], -1))
+    k = to_float64(key, arguments["key_bits"], key_book, dim, False)[:, :, :tokens]
+    v = to_float64(value, arguments["value_bits"], value_book, dim, True)[:, :, :tokens]
+    q = query.double().unflatten(1, (k.shape[1], -1))
     scores = q @ k.transpose(-1, -2) * arguments["softmax_scale"]
-    return (scores.softmax(-1) @ v).flatten(1, 2)[:, :, None], scores.logsumexp(-1).flatten(1, 2)[:, :, None]
-
-
-def no_tail(query, key):
-    """Empty exact keys and values."""
-    return query.new_empty(2, query.shape[0], key[0].shape[1], 0, query.shape[-1]).unbind()
-
-
-def rotations(mode, dim):
-    """Those that a cache of this format needs: keys below 8 bits, values without a zero."""
-    matrix = rotation_matrix(dim, torch.device("cuda", torch.cuda.current_device()), torch.float32)
-    key_bits, value_bits, zero = MODES[mode]
-    return matrix if key_bits < 8 else None, matrix if value_bits < 8 and not zero else None
+    return (scores.softmax(-1) @ v).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
 
 def error(mode, shape, **options):
     """Relative error of the output and largest error of the log-sum-exp against float64."""
     query, key, value, arguments = make_case(mode, shape)
-    query = query.float()
-    path = Path(torch.float8_e4m3fn, True, "tf32x3")
-    out, lse = decode(query, key, value, *no_tail(query, key), **arguments, path=path, **options)
+    out, lse = decode(query.float(), key, value, **arguments, **options)
     expected, expected_lse = reference(query, key, value, arguments, mode)
     relative = (out.double() - expected).norm() / expected.norm()
     return relative.item(), (lse - expected_lse).abs().max().item()
@@ -153,9 +140,7 @@ def baselines(shape):
 
 def time_mode(mode, shape, best, **options):
     query, key, value, arguments = make_case(mode, shape)
-    tail = no_tail(query, key)
-    options["rotations"] = rotations(mode, query.shape[-1])
-    spent = microseconds(lambda: decode(query, key, value, *tail, **arguments, **options))
+    spent = microseconds(lambda: decode(query, key, value, **arguments, **options))
     read = sum(t.nbytes for t in (*key, *value))
     return {"us": round(spent, 1), "GBps": round(read / spent / 1e3), "times_bf16": round(best / spent, 2)}
 
@@ -164,7 +149,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="*", default=list(MODES))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--out", type=File)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.cuda.get_device_properties(0)
     result = {

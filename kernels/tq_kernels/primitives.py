@@ -2,8 +2,8 @@
 
 Packed rows (drawn in `tq_cache/packing.py`) come in parts: the whole row for 8 bits, its two halves for 4 bits, its
 four quarters for 3 and 2 bits.  A decoder takes bytes of a tile of rows, uint8 [R, W], and returns one part of it as
-e4m3 bytes, uint8 [R, W].  Each has two forms, chosen by `PTX`: inline assembly, where one byte-permute looks up four
-codes, and plain Triton, for the interpreter and for AMD.  `TABLE` is the eight table bytes as two words (low, high).
+e4m3 bytes, uint8 [R, W].  Each has two forms, chosen by `FP8`: PTX, where one byte-permute looks up four codes, and
+plain Triton, for the interpreter and for AMD.  `TABLE` is the eight table bytes as two 32-bit words (low, high).
 """
 
 import triton
@@ -70,7 +70,6 @@ def keep_tables(number, KEY: tl.constexpr, VALUE: tl.constexpr):
     """Declares the registers of the low table words.  To be called once, first; `number` is any int32 >= 0."""
     # laneid & (number >> 31) is 0, and neither the compiler nor the assembler can know.
     asm: tl.constexpr = _ptx_tables(KEY, VALUE)
-    number = tl.full((), 0, tl.int32) + number  # Triton makes a constant of an argument that is 1
     tl.inline_asm_elementwise(asm, "=r,r", [number >> 31], tl.int32, is_pure=False, pack=1)
 
 
@@ -132,7 +131,7 @@ def _plain3(x, signs, PART: tl.constexpr, TABLE: tl.constexpr):
         return _plain2(x, s & 4, (s >> 4) & 4, (s << 1) & 4, (s >> 3) & 4, PART, TABLE)
 
 
-# --- Either, by `PTX`.
+# --- Either, by `FP8`.
 
 
 @triton.jit
@@ -164,53 +163,27 @@ def decode2(x, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT:
         return _plain2(x, 0, 0, 0, 0, PART, TABLE)
 
 
-@triton.constexpr_function
-def is_e5m2(bits, table):
-    """8-bit codes are e4m3 bytes, but e5m2 with a table of (5, 0)."""
-    return bits == 8 and table[0] == 5
-
-
-@triton.constexpr_function
-def unit(bits, table, compute):
-    """Factor of what `decode_part` returns."""
-    return 1.0 if compute == tl.float8e4nv or is_e5m2(bits, table) else 256.0
-
-
 @triton.jit
-def decode_part(
-    planes, PART: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr
-):
-    """Part `PART` of packed rows, divided by `unit`, as operand of a dot: float8 for COMPUTE = float8e4nv, else COMPUTE.
-
-    With PTX, `keep_tables` must have run before.
-    """
+def decode_part(planes, PART: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, FP8: tl.constexpr):
+    """Part `PART` of packed rows as operand of a dot: float8e4nv (after `keep_tables`), or float16 of 2**-8 of it."""
     x = planes[0]
     if BITS == 4:
-        x = decode4(x, PART, TABLE, PTX, True)
+        x = decode4(x, PART, TABLE, FP8, True)
     elif BITS == 3:
-        x = decode3(x, planes[1], PART, TABLE, PTX, True)
+        x = decode3(x, planes[1], PART, TABLE, FP8, True)
     elif BITS == 2:
-        x = decode2(x, PART, TABLE, PTX, True)
-    if COMPUTE == tl.float8e4nv:
-        if is_e5m2(BITS, TABLE):
-            return x.to(tl.float8e5, bitcast=True)
-        else:
-            return x.to(tl.float8e4nv, bitcast=True)
+        x = decode2(x, PART, TABLE, FP8, True)
+    if FP8:
+        return x.to(tl.float8e4nv, bitcast=True)
     else:
         x = x.to(tl.uint16)
-        if is_e5m2(BITS, TABLE):
-            half = x << 8
-        else:
-            half = ((x & 128) << 8) | ((x & 127) << 7)
-            if BITS == 8:
-                half |= tl.where((x & 127) == 127, 0x7E00, 0).to(tl.uint16)  # the one NaN of e4m3
-        return half.to(tl.float16, bitcast=True).to(COMPUTE)
+        return (((x & 128) << 8) | ((x & 127) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def exp2(x, PTX: tl.constexpr):
+def exp2(x, FP8: tl.constexpr):
     """2**x; the PTX form flushes denormal results to 0 and so needs one instruction."""
-    if PTX:
+    if FP8:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.exp2(x)
@@ -226,19 +199,19 @@ def rough_log2(x):
 
 
 @triton.jit
-def spread_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr, COMPUTE: tl.constexpr):
+def spread_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr, FP8: tl.constexpr):
     """float32 [K, N] in the range of e4m3 to an operand [K, TERMS * N]: its e4m3 value, then LIFT times the remainder.
 
-    Both terms stand side by side on N, so that one dot takes them at once.  Other types than float8 need one term.
+    Both terms stand side by side on N, so that one dot takes them at once.
     """
-    if COMPUTE == tl.float8e4nv:
+    if FP8:
         first = x.to(tl.float8e4nv)
         if TERMS == 2:
             second = ((x - first.to(tl.float32)) * LIFT).to(tl.float8e4nv)
             first = tl.join(first, second).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
         return first
     else:
-        return x.to(COMPUTE)
+        return x.to(tl.float16)
 
 
 @triton.jit

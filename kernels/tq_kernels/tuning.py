@@ -23,13 +23,9 @@ DECODE = {
 }
 
 
-# Without fp8 dots: what fits the shared memory of sm_75 (64 KiB); not measured.
-DECODE_SOFTWARE = {8: Config(64, 4, 1, 3), 4: Config(128, 4, 1, 3), 3: Config(256, 4, 1, 2), 2: Config(256, 4, 1, 2)}
-
-
-def choose(value_bits: int, fp8: bool = True) -> Config:
-    """The launch parameters for values of `value_bits`, for fp8 dots or others."""
-    return (DECODE if fp8 else DECODE_SOFTWARE)[value_bits]
+def choose(value_bits: int) -> Config:
+    """The launch parameters for values of `value_bits`."""
+    return DECODE[value_bits]
 
 
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:
