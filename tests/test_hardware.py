@@ -16,7 +16,7 @@ def test_cpu_runs_the_reference():
 
 def test_fp8_dots_only_where_the_stored_formats_are_multiplied():
     for row in ARCHITECTURES.values():
-        assert (row.decode_path == FP8_DOT) == (row.fp8_multiply == OCP), row.name
+        assert row.decode_path != FP8_DOT or row.fp8_multiply == OCP, row.name
         assert set(row.fp8_multiply) <= set(row.fp8_convert), row.name
         assert row.reason
 
@@ -38,7 +38,7 @@ def test_unlisted_nvidia_takes_the_nearest_older_row():
     assert nvidia(6, 1).decode_path == REFERENCE
 
 
-@pytest.mark.parametrize("name, path", [("gfx942:sramecc+:xnack-", FP16_DOT), ("gfx950", FP8_DOT), ("gfx1", REFERENCE)])
+@pytest.mark.parametrize("name, path", [("gfx942:sramecc+:xnack-", FP16_DOT), ("gfx950", FP16_DOT), ("gfx1", REFERENCE)])
 def test_amd(monkeypatch, name, path):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))

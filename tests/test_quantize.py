@@ -16,7 +16,7 @@ PLAIN = Calibration()
 ALL_FORMATS = [(role, fmt) for role, formats in FORMATS.items() for fmt in formats.values()]
 ROTATED = [(role, fmt) for role, fmt in ALL_FORMATS if fmt.rotated]
 UNIFORM = [fmt for fmt in FORMATS["value"].values() if fmt.has_zero]
-FLOAT8 = [fmt for fmt in FORMATS["key"].values() if fmt.float8]
+FLOAT8 = [fmt for fmt in FORMATS["key"].values() if fmt.scale == "per_head"]
 
 
 def name(parameter) -> str | None:

@@ -10,8 +10,8 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import ops
-from .handle import paired_view, plain
-from .masks import with_bias, with_indices
+from .handle import StaticHandle, attend_static, paired_view, plain
+from .masks import causal, with_bias, with_indices
 from .parts import KVView
 
 
@@ -44,25 +44,39 @@ def turboquant_attention(
     bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
     if sinks is not None and s_aux is not None:
         raise ValueError("expected sinks or s_aux, got both: they mean the same")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(key, StaticHandle):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
+        sinks = _sinks(sinks, s_aux)
+        return attend_static(query, key, mask, sinks, scaling, softcap).transpose(1, 2).contiguous(), None
     view = paired_view(key, value)
     if view is None or view.is_exact:
         key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
         if softcap is None and s_aux is None and bias is None and sinks is None:
+            if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
+                mask = causal(query.shape[2], key.shape[2], query.device)  # sdpa's own would align the first query
             return sdpa_attention_forward(
                 *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
             )
         view = KVView(key, value)  # sdpa knows none of these
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out, _ = ops.implementation(view.backend, query.device).attend(
+    out, _ = ops.implementation(view.backend, view.keys, view.values).attend(
         query,
         view,
         with_bias(mask, bias, query.shape[2], view.length, is_causal),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
-        sinks=sinks[..., 0] if sinks is not None else None if s_aux is None else s_aux[None, :, None],
+        sinks=_sinks(sinks, s_aux),
         is_causal=is_causal,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _sinks(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
+    """Extra logits as [1 or B, H_q, 1 or S]."""
+    if sinks is not None:
+        return sinks[..., 0]
+    return None if s_aux is None else s_aux[None, :, None]
 
 
 def _refuse(kwargs: dict[str, Any], dropout: float, module: torch.nn.Module) -> None:

@@ -10,12 +10,20 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .compat import RESET_KEEPS_LENGTH, decoder_config, layer_kinds, length_after_crop, own_layers
-from .layers import PackedHybridLayer, PackedIndexedLayer, PackedLayer
+from .layers import (
+    PackedHybridLayer,
+    PackedIndexedLayer,
+    PackedLayer,
+    PackedStaticHybridLayer,
+    PackedStaticLayer,
+)
 from .ops import check_backend
-from .policy import INDEXED, LayerPlan, plan_layers
+from .policy import INDEXED, PACKABLE, LayerPlan, plan_layers
 from .presets import Preset, resolve_preset
 from .report import CacheReport, held_bytes, make_report
-from .storage import LayerStorage
+from .scales import GivenScale, resolve_scales
+from .static_storage import StaticStorage
+from .storage import UNLIMITED, LayerStorage, round_up
 
 
 class TurboQuantCache(DynamicCache):
@@ -34,7 +42,11 @@ class TurboQuantCache(DynamicCache):
     boundary_layers: how many layers at each end "boundary" means, among those that hold keys and values
     center:          subtract a fixed vector per KV head (None: as the preset)
     smooth:          exponent of channel smoothing of keys, 0 (off) to 1 (None: as the preset)
-    max_cache_len:   preallocate for torch.compile; not available in this version
+    k_scale:         scale of float8 keys: a number, or a tensor with one element or one per KV head; or a list of such,
+                     one per layer.  Without it, that of the checkpoint if it ships one, else measured
+    v_scale:         likewise, of float8 values
+    max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
+                     CUDA graphs; residual_length is then a multiple of 64.  More tokens are a ValueError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
     offloading:      keep layers in CPU memory between their turns (needs a CUDA device)
 
@@ -54,6 +66,8 @@ class TurboQuantCache(DynamicCache):
         boundary_layers: int = 2,
         center: bool | None = None,
         smooth: float | None = None,
+        k_scale: GivenScale | None = None,
+        v_scale: GivenScale | None = None,
         max_cache_len: int | None = None,
         backend: str = "auto",
         offloading: bool = False,
@@ -62,23 +76,46 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(
                 f"expected residual_length and sink_tokens of 0 or more, got {residual_length} and {sink_tokens}"
             )
-        if max_cache_len is not None:
+        if max_cache_len is not None and (sink_tokens or offloading):
             raise NotImplementedError(
-                "max_cache_len (a preallocated cache) is not available in this version; leave it out"
+                "a preallocated cache (max_cache_len) keeps no sink_tokens and is not offloaded; leave one out"
             )
         check_backend(backend)
         self.config = decoder_config(config)
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
+        if "per_token" in (self.preset.key.scale, self.preset.value.scale):
+            if backend == "triton":
+                raise NotImplementedError("the kernels have no float8 scales per token; use backend='auto'")
+            backend = "reference"
         self.plans: list[LayerPlan] = plan_layers(layer_kinds(self.config), skip_layers, boundary_layers)
         self._warn_if_nothing_is_packed()
-        layers = own_layers(self.config)
+        self._max_cache_len = max_cache_len
+        self._most_held = 0
+        layers = own_layers(self.config, max_cache_len)
+        packed = [plan.index for plan in self.plans if plan.packed]
+        self.scales = resolve_scales(config, self.preset, packed, len(layers), k_scale, v_scale)
         for plan in self.plans:
-            if plan.packed:
-                storage = LayerStorage(self.preset, residual_length, sink_tokens, backend)
-                layers[plan.index] = self._packed_layer(plan, storage, layers[plan.index])
+            given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
+            if plan.kind not in PACKABLE:
+                continue
+            storage: LayerStorage | StaticStorage
+            # A layer that is not packed is one whose tokens all count as newest: no copy of them at each step.
+            if max_cache_len is None:
+                newest = residual_length if plan.packed else UNLIMITED
+                storage = LayerStorage(self.preset, newest, sink_tokens if plan.packed else 0, backend, given)
+            else:
+                newest = residual_length if plan.packed else round_up(max_cache_len)
+                storage = StaticStorage(self.preset, newest, max_cache_len, backend, given)
+            layers[plan.index] = self._packed_layer(plan, storage, layers[plan.index])
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
-    def _packed_layer(self, plan: LayerPlan, storage: LayerStorage, replaced: Any) -> PackedLayer:
+    def _packed_layer(self, plan: LayerPlan, storage: LayerStorage | StaticStorage, replaced: Any) -> PackedLayer:
+        if isinstance(storage, StaticStorage):
+            if plan.kind in INDEXED:
+                raise NotImplementedError(f"layers of kind {plan.kind} cannot be preallocated; leave max_cache_len out")
+            if plan.kind == "hybrid":
+                return PackedStaticHybridLayer(storage, self.config, replaced.number_of_states)
+            return PackedStaticLayer(storage, self.config)
         if plan.kind == "hybrid":
             return PackedHybridLayer(storage, self.config, replaced.number_of_states)
         if plan.kind in INDEXED:
@@ -112,6 +149,27 @@ class TurboQuantCache(DynamicCache):
         keys = getattr(layer, "keys", None)
         return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.numel() else None
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self._max_cache_len is not None and not torch.compiler.is_compiling():
+            self._check_room(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_room(self, count: int) -> None:
+        """Raise ValueError unless `count` more tokens fit, asking the device only where they might not.
+
+        Steps inside a captured graph cannot raise; but before each of generate()'s a mask is made outside it.
+        """
+        assert self._max_cache_len is not None
+        self._most_held += count
+        if self._most_held > self._max_cache_len:
+            held = int(self.get_seq_length())
+            if held + count > self._max_cache_len:
+                raise ValueError(
+                    f"expected at most max_cache_len = {self._max_cache_len} tokens, got {held} held and {count} new; "
+                    "make the cache with a larger max_cache_len"
+                )
+            self._most_held = held + count
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
         length_after_crop(tokens_to_remove, self.get_seq_length())
@@ -119,10 +177,11 @@ class TurboQuantCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
+        self._most_held = 0
         if RESET_KEEPS_LENGTH:
-            fresh = own_layers(self.config)
+            fresh = own_layers(self.config, self._max_cache_len)
             for plan in self.plans:
-                if not plan.packed:
+                if not isinstance(self.layers[plan.index], PackedLayer):
                     self.layers[plan.index] = fresh[plan.index]
 
     @property
@@ -132,7 +191,7 @@ class TurboQuantCache(DynamicCache):
 
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
-        return make_report(self.preset, self.plans, self.layers)
+        return make_report(self.preset, self.plans, self.layers, self.scales)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later

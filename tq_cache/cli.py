@@ -58,7 +58,7 @@ def demo(
                 residual_length=residual_length,
                 skip_layers=skip,
             )
-        stdout().print(tables.demo_table(case, runs))
+        stdout().print(tables.demo_table(case, runs, language_model.device))
 
 
 @app.command()
@@ -84,12 +84,18 @@ def generate(
 
 
 @app.command()
-def info() -> None:
-    """This machine, the formats and paths chosen for it, and all presets."""
+def info(
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder or a config.json, to see its float8 scales.")
+    ] = None,
+) -> None:
+    """This machine, the formats and paths chosen for it, all presets, and what a checkpoint says about its KV cache."""
     with user_errors():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for table in (tables.machine_table(device, detect(device)), tables.preset_table(), tables.hardware_table()):
             stdout().print(table)
+        if model is not None:
+            stdout().print(tables.checkpoint_table(load_config(model)))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicCache, StaticCache, get_layer_types_and_kwargs
 
 _BEFORE_5_18 = Version(transformers.__version__) < Version("5.18")
 # Up to 5.17 a positive argument of `crop` means the tokens to keep; 5.23 refuses it.
@@ -33,9 +33,11 @@ def layer_kinds(decoder: PreTrainedConfig) -> list[str]:
     return list(get_layer_types_and_kwargs(decoder)[0])
 
 
-def own_layers(decoder: PreTrainedConfig) -> list[Any]:
-    """transformers' own cache layers for this decoder, one for each of `layer_kinds`."""
-    return list(DynamicCache(config=decoder).layers)
+def own_layers(decoder: PreTrainedConfig, max_cache_len: int | None = None) -> list[Any]:
+    """transformers' own cache layers for this decoder, one for each of `layer_kinds`; static with a max_cache_len."""
+    if max_cache_len is None:
+        return list(DynamicCache(config=decoder).layers)
+    return list(StaticCache(config=decoder, max_cache_len=max_cache_len).layers)
 
 
 def length_after_crop(tokens_to_remove: int, length: int) -> int:

@@ -1,7 +1,7 @@
 """GPU architecture -> which fp8 formats its instructions know, and the decode path that fits.  One table.
 
-Rows come from compiling for each target (Triton 3.6 and 3.9), not from data sheets.  This version computes every
-format on every device with the plain PyTorch reference; `decode_path` is the path that kernels take.
+Rows come from compiling for each target (Triton 3.6 and 3.9), not from data sheets.  Every format runs on every row:
+what a GPU cannot convert or multiply by an instruction goes through integer arithmetic and 16-bit products.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,6 @@ FP8_DOT = "fp8 tensor cores"
 FP16_DOT = "fp16 tensor cores"
 FP16_FMA = "fp16 without tensor cores"
 REFERENCE = "PyTorch reference"
-# What this version runs, on any device.
-PATH_OF_THIS_VERSION = REFERENCE
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Architecture:
 
     fp8_convert:  fp8 formats that one instruction converts; others go through integer arithmetic
     fp8_multiply: fp8 formats that tensor cores multiply as they are; OCP are those that the cache stores
-    decode_path:  how kernels read packed keys and values, and `reason`, why so
+    decode_path:  how the kernels read packed keys and values for 16-bit queries, and `reason`, why so
     """
 
     name: str
@@ -54,7 +52,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("sm_120", "RTX 50, RTX PRO", OCP, OCP, FP8_DOT, _NATIVE),
         Architecture("gfx90a", "MI210, MI250", (), (), FP16_DOT, _SOFTWARE),
         Architecture("gfx942", "MI300X, MI325X", FNUZ, FNUZ, FP16_DOT, "its fp8 is FNUZ, the cache stores OCP"),
-        Architecture("gfx950", "MI350X, MI355X", OCP, OCP, FP8_DOT, _NATIVE),
+        Architecture("gfx950", "MI350X, MI355X", OCP, OCP, FP16_DOT, "as other AMD GPUs; fp8 dots not tried"),
     ]
 }
 

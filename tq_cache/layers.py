@@ -11,8 +11,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from . import compiled  # noqa: F401  registers torch.ops.tq_cache
 from .compat import length_after_crop
-from .handle import KVHandle, materialize
+from .handle import KVHandle, materialize, static_pair
+from .static_storage import StaticStorage
 from .storage import LayerStorage
 
 ATTENTION_NAME = "turboquant"
@@ -26,7 +28,7 @@ class PackedLayer(DynamicLayer):
 
     is_croppable = True
 
-    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
+    def __init__(self, storage: LayerStorage | StaticStorage, config: PreTrainedConfig) -> None:
         self.storage = storage
         self.config = config
         self.is_initialized = False
@@ -83,6 +85,49 @@ class PackedLayer(DynamicLayer):
             self.storage.to(self.device)
 
 
+class PackedStaticLayer(PackedLayer):
+    """A preallocated layer: one token at a time goes through operations that torch.compile and CUDA graphs take.
+
+    Several tokens at once (prefill) wait for the device to say how many it holds, so they are never compiled.
+    """
+
+    is_compileable = True
+    is_croppable = False
+    storage: StaticStorage
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens there is room for."""
+        return self.storage.spec.max_length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = self.storage.parts
+        if parts is None or key_states.shape[2] > 1:
+            return super().update(key_states, value_states)
+        held, calibration, total, spec = parts.held, parts.calibration, parts.total, parts.spec
+        torch.ops.tq_cache.update(key_states, value_states, held, calibration, total, spec)
+        total.add_(1)
+        if self.config._attn_implementation == ATTENTION_NAME:
+            return static_pair(held, calibration, total, spec)
+        return (
+            torch.ops.tq_cache.materialize(held, calibration, total, "key", spec),
+            torch.ops.tq_cache.materialize(held, calibration, total, "value", spec),
+        )
+
+    def get_seq_length(self) -> Any:
+        """Tokens held, an int64 tensor on the device once there are any."""
+        return self.storage.parts.total if self.storage.parts is not None else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that attention sees: all there is room for, at prefill those there are."""
+        return (self.max_cache_len if query_length == 1 else self.storage.length + query_length), 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+
 class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
     """A packed layer of a sparse attention model (DSA); the indexer's small keys stay as transformers keeps them."""
 
@@ -126,3 +171,10 @@ class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)
         PackedLayer.crop(self, tokens_to_remove)
+
+
+class PackedStaticHybridLayer(PackedHybridLayer, PackedStaticLayer):
+    """A preallocated layer with a linear-attention state, kept as transformers keeps it."""
+
+    is_compileable = True
+    is_croppable = False

@@ -10,11 +10,38 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 def turboquant_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     """The mask function registered beside the attention function.
 
-    As for sdpa: bool [B, 1, S, T], True takes part, None where plain causal attention is meant.  Models that know
-    only their own eager attention, whatever is asked for (Bloom, CodeGen, ...), get the float mask that they add.
+    As for sdpa: bool [B, 1, S, T], True takes part, None where plain causal attention is meant.  Unlike sdpa, also
+    for a chunk over a past, the last query seeing every token, so that no mask of S x T is ever made for it.  Models
+    that know only their own eager attention, whatever is asked for (Bloom, CodeGen, ...), get the float mask that
+    they add.
     """
-    make = sdpa_mask if _takes_bool_masks(config) else eager_mask
-    return make(*args, config=config, **kwargs)
+    if not _takes_bool_masks(config):
+        return eager_mask(*args, config=config, **kwargs)
+    if 1 < kwargs["q_length"] < kwargs["kv_length"]:
+        if _is_plain_causal(**kwargs):
+            return None
+        kwargs["allow_is_causal_skip"] = False  # sdpa's None would mean that the first query sees one token
+    return sdpa_mask(*args, config=config, **kwargs)
+
+
+def _is_plain_causal(
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> bool:
+    """Whether each query sees every token up to its own, and the last query is the last token."""
+    if not allow_is_causal_skip or (local_size is not None and kv_length >= local_size):
+        return False
+    if not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
+        return False
+    if attention_mask is None or torch.compiler.is_compiling():
+        return attention_mask is None
+    return attention_mask.shape[-1] >= kv_length and bool(attention_mask.all())
 
 
 def _takes_bool_masks(config: Any) -> bool:

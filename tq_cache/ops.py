@@ -1,31 +1,73 @@
 """The sheet of operations, and the one place that chooses who computes them.
 
 calibrate(x, format, center, smooth, counts) -> Calibration   measured on the first tokens
-store(states, x, start)                                       quantise, pack, write in place
+store_pair(key, value, keys, values, start)                   quantise, pack, write in place
+append(keys, values, tail_keys, tail_values, start)           copy new tokens into the tail
 dequantize(states, length, dtype) -> [B, H_kv, length, D]
 attend(query, view, mask, scaling, ...) -> (out, lse)         decode and prefill from the packed bits
 """
 
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
-from . import reference
+from . import hardware, reference
 
 BACKENDS = ("auto", "reference", "triton")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_KERNEL_HEAD_DIM = 256
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless this backend can run."""
+    """Raise ValueError unless there is such a backend."""
     if backend not in BACKENDS:
         raise ValueError(f"expected a backend of {list(BACKENDS)}, got {backend!r}")
+
+
+def implementation(backend: str, keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
+    """The module that computes the operations for such keys and values, [B, H_kv, T, D].
+
+    `auto` takes the kernels wherever they run, else the reference; `triton` raises RuntimeError where they do not.
+    """
+    if backend == "reference":
+        return reference
+    problem = _no_kernels(keys.device) or _not_for_kernels(keys, values)
+    if problem is None:
+        return _kernels()
     if backend == "triton":
-        raise NotImplementedError(
-            "the Triton kernels are not part of this version; use backend='auto' or 'reference' (plain PyTorch)"
-        )
-
-
-def implementation(backend: str, device: torch.device) -> ModuleType:
-    """The module that computes the operations for tensors on `device`; `auto` takes the fastest there is."""
-    check_backend(backend)
+        raise RuntimeError(f"backend='triton' cannot run here: {problem}; use backend='auto' or 'reference'")
     return reference
+
+
+def path(device: torch.device | str) -> str:
+    """Who computes on `device` with backend='auto', in words."""
+    device = torch.device(device)
+    problem = _no_kernels(device)
+    return f"{hardware.REFERENCE} ({problem})" if problem else f"Triton kernels, {hardware.detect(device).decode_path}"
+
+
+def _not_for_kernels(keys: torch.Tensor, values: torch.Tensor) -> str | None:
+    widest = max(keys.shape[-1], values.shape[-1])
+    if widest > MAX_KERNEL_HEAD_DIM:
+        return f"the kernels take a head_dim up to {MAX_KERNEL_HEAD_DIM}, got {widest}"
+    if keys.dtype not in KERNEL_DTYPES:
+        return f"the kernels take bfloat16, float16 or float32, got {keys.dtype}"
+    return None
+
+
+@lru_cache
+def _no_kernels(device: torch.device) -> str | None:
+    """Why there are no kernels for a device, or None if there are."""
+    row = hardware.detect(device)
+    if row.decode_path == hardware.REFERENCE:
+        return row.reason
+    return None if find_spec("triton") else "Triton is not installed (pip install triton)"
+
+
+@lru_cache
+def _kernels() -> ModuleType:
+    """Imported when first used: importing the package needs neither Triton nor a GPU."""
+    return import_module(".triton_backend", __package__)

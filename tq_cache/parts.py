@@ -14,11 +14,11 @@ Parts = TypeVar("Parts", bound="Calibration | PackedStates | KVView")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured once, when a layer's first tokens are packed, and holds for all its tokens (in float32).
+    """What is measured, or given, once, when a layer's first tokens are packed, and holds for all of them (float32).
 
     center: [B, H_kv, 1, D], subtracted from every vector, or None
     smooth: [B, H_kv, 1, D], divides every key (the query is multiplied by it), or None
-    scale:  [B, H_kv, 1, 1], the factor of float8 formats, or None
+    scale:  [B, H_kv, 1, 1], the factor of float8 formats (those with one per head), or None
     """
 
     center: torch.Tensor | None = None
@@ -31,7 +31,7 @@ class PackedStates:
     """The packed keys, or values, of one layer, with room for a whole number of blocks.
 
     packed: uint8 [B, H_kv, blocks, bytes of a block]; see `packing` for the bits
-    scale:  float16 [B, H_kv, blocks * BLOCK_TOKENS], or None (float8 formats)
+    scale:  float16 [B, H_kv, blocks * BLOCK_TOKENS], or None (float8 formats with one per head)
     zero:   float16, likewise, or None
     """
 

@@ -157,5 +157,5 @@ def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:
     """Bytes of what is measured once per sequence and KV head (`Calibration`)."""
     elements = (layer.key_dim + layer.value_dim) if preset.center else 0
     elements += layer.key_dim if preset.smooth else 0
-    elements += sum(fmt.float8 is not None for fmt in (preset.key, preset.value))
+    elements += sum(fmt.scale == "per_head" for fmt in (preset.key, preset.value))
     return CALIBRATION_BYTES * elements

@@ -8,7 +8,7 @@ import torch
 from .codebook import GAUSSIAN, UNIFORM, Codebook
 
 Role = Literal["key", "value"]
-ScaleRule = Literal["per_head", "norm", "unbiased", "least_squares", "min_max"]
+ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "least_squares", "min_max"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class Format:
     """How vectors of one role are coded.
 
     `scale` is the rule for the stored factor, r being the (rotated) vector and c its code values:
-    per_head       float8: one power of two per sequence and KV head, fixed when the first tokens are packed
+    per_head       float8: the checkpoint's or the user's, else one power of two per sequence and KV head, fixed when
+                   the first tokens are packed
+    per_token      float8: one power of two per token and KV head
     norm           ||r|| / ||c||: the read vector has the norm of the stored one (norm correction, TurboQuant)
     unbiased       ||r||^2 / <r, c>: <k, k_hat> = ||k||^2, so a key's score with itself is exact
     least_squares  <r, c> / ||c||^2: least squared error
@@ -50,9 +52,9 @@ class Format:
         return head_dim * self.bits // 8 + per_token
 
 
-_FLOAT8 = {
-    "fp8_e4m3": Format("fp8_e4m3", 8, "per_head", float8=torch.float8_e4m3fn),
-    "fp8_e5m2": Format("fp8_e5m2", 8, "per_head", float8=torch.float8_e5m2),
+_FLOAT8_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FLOAT8 = {name: Format(name, 8, "per_head", float8=dtype) for name, dtype in _FLOAT8_TYPES.items()} | {
+    f"{name}_token": Format(f"{name}_token", 8, "per_token", float8=dtype) for name, dtype in _FLOAT8_TYPES.items()
 }
 FORMATS: dict[Role, dict[str, Format]] = {
     "key": _FLOAT8

@@ -24,10 +24,18 @@ FLOAT8_HEADROOM, FLOAT8_HEADROOM_OF_FEW = 4.0, 64.0
 LARGEST = 2.0**50
 
 
-def calibrate(x: torch.Tensor, fmt: Format, center: bool, smooth: float, counts: torch.Tensor) -> Calibration:
+def calibrate(
+    x: torch.Tensor,
+    fmt: Format,
+    center: bool,
+    smooth: float,
+    counts: torch.Tensor,
+    given_scale: torch.Tensor | None = None,
+) -> Calibration:
     """Measure what `Calibration` holds on the first tokens `x` [B, H_kv, T, D].
 
     `counts` bool [B, 1, T, 1] says which tokens count (not padding); tokens with NaN or inf never do.
+    `given_scale` [1] or [H_kv] is taken in place of a measured scale.
     """
     x = _finite_or_nan(x)
     counts = counts & x.isfinite().all(dim=-1, keepdim=True)
@@ -45,8 +53,11 @@ def calibrate(x: torch.Tensor, fmt: Format, center: bool, smooth: float, counts:
         size = (rms / _divisor(average)).clamp_min(1e-3) ** smooth
         size = torch.where(enough & (average > 0), size, 1.0)
         x = x / size
-    if fmt.float8 is not None:
+    if given_scale is not None:
+        scale = given_scale.to(x).view(1, -1, 1, 1).expand(*x.shape[:2], 1, 1).contiguous()
+    elif fmt.scale == "per_head":
         headroom = torch.where(enough, FLOAT8_HEADROOM, FLOAT8_HEADROOM_OF_FEW)
+        assert fmt.float8 is not None
         largest = x.abs().amax(dim=(2, 3), keepdim=True) * headroom / torch.finfo(fmt.float8).max
         scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
     return Calibration(center=mean, smooth=size, scale=scale)
@@ -57,7 +68,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Vectors `x` [B, H_kv, T, D] to codes uint8 [B, H_kv, T, D], scale and zero float16 [B, H_kv, T] or None.
 
-    A vector with NaN or inf gets a NaN scale and reads back as NaN (float8: those elements do); it spoils no other.
+    A vector with NaN or inf gets a NaN scale and reads back as NaN (float8 with a scale per head: those elements do);
+    it spoils no other.
     """
     x = _finite_or_nan(x)
     if calibration.center is not None:
@@ -65,10 +77,12 @@ def quantize(
     if calibration.smooth is not None:
         x = x / calibration.smooth
     if fmt.float8 is not None:
-        assert calibration.scale is not None
         limit = torch.finfo(fmt.float8).max
-        scaled = (x / calibration.scale).clamp(-limit, limit)
-        return scaled.float().to(fmt.float8).view(torch.uint8), None, None
+        per_token = _token_scale(x, limit) if fmt.scale == "per_token" else None
+        scale = calibration.scale if per_token is None else per_token[..., None].to(x.dtype)
+        assert scale is not None
+        scaled = (x / scale).clamp(-limit, limit)
+        return scaled.float().to(fmt.float8).view(torch.uint8), per_token, None
     assert fmt.codebook is not None
     if fmt.has_zero:
         low, high = x.amin(dim=-1), x.amax(dim=-1)
@@ -83,6 +97,12 @@ def quantize(
     codes = fmt.codebook.nearest(r * (math.sqrt(r.shape[-1]) / fmt.codebook.unit) / _divisor(norm))
     c = fmt.codebook.values(x.device, x.dtype)[codes.int()]
     return codes, _half(_scale(r, c, norm[..., 0], fmt)), None
+
+
+def _token_scale(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """The least power of two of float16, [B, H_kv, T], with which vectors [B, H_kv, T, D] stay below `limit`."""
+    largest = x.abs().amax(dim=-1) / limit
+    return torch.exp2(torch.ceil(torch.log2(largest)).clamp(-24.0, 15.0)).to(torch.float16)
 
 
 def _scale(r: torch.Tensor, c: torch.Tensor, norm: torch.Tensor, fmt: Format) -> torch.Tensor:

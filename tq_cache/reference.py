@@ -9,14 +9,69 @@ tested against it on the same codes.
 import torch
 
 from .packing import BLOCK_TOKENS
-from .parts import KVView
+from .parts import KVView, PackedStates
 from .quantizers import calibrate, compute, decode, dequantize, quantize, scaled, store
 from .rotation import rotate, unrotate
+from .static_parts import StaticParts, StaticSpec, packed_tokens
 
-__all__ = ["attend", "calibrate", "decode", "dequantize", "merge", "quantize", "store"]
+__all__ = [
+    "append",
+    "attend",
+    "attend_static",
+    "calibrate",
+    "decode",
+    "dequantize",
+    "merge",
+    "quantize",
+    "store",
+    "store_pair",
+    "update_static",
+]
 
 # Packed tokens that attention holds unpacked at a time: what bounds its memory.
 TILE_TOKENS = 16 * BLOCK_TOKENS
+
+
+def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    """`store` for keys [B, H_kv, T, D] and values [B, H_kv, T, D_v]."""
+    store(key, keys, start)
+    store(value, values, start)
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int
+) -> None:
+    """Copy new tokens, [B, H_kv, T, D] each, to places start .. start + T of two buffers."""
+    end = start + keys.shape[2]
+    tail_keys[:, :, start:end] = keys
+    tail_values[:, :, start:end] = values
+
+
+def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write one token, [B, H_kv, 1, D] each, at its place; see `compiled.update`."""
+    spec, total, slots = StaticSpec.parse(parts.spec), int(parts.total), parts.held[0].shape[2]
+    if total == spec.max_length:
+        return
+    packed = packed_tokens(total, spec.residual_length)
+    if packed_tokens(total + 1, spec.residual_length) > packed:
+        (key, value), start = parts.states(), packed % slots
+        oldest = slice(start, start + BLOCK_TOKENS)
+        store_pair(key, value, parts.held[0][:, :, oldest], parts.held[1][:, :, oldest], packed)
+    append(keys, values, *parts.ring, total % slots)
+
+
+def attend_static(
+    query: torch.Tensor,
+    parts: StaticParts,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` over all tokens of a preallocated layer: the output, [B, H_q, S, D_v]."""
+    view = parts.view()
+    mask = None if mask is None else mask[..., : view.length]
+    return attend(query, view, mask, scaling, softcap=softcap, sinks=sinks)[0]
 
 
 def attend(

@@ -1,6 +1,6 @@
 """What a cache holds, per layer and in all, as data and as a table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 
 from .layers import PackedLayer
 from .policy import LayerPlan
-from .presets import Preset
+from .presets import Preset, Role
+from .scales import RoleScales
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds; `str` gives a table."""
+    """What a cache holds, and where the scales of float8 keys and values come from; `str` gives a table."""
 
     preset: str
     layers: list[LayerReport]
+    scales: tuple[RoleScales, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -66,20 +68,25 @@ class CacheReport:
         table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}", "")
         console = Console(file=StringIO(), width=120)
         console.print(table)
+        for scales in self.scales:
+            console.print(str(scales), markup=False, highlight=False)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue().rstrip()
 
 
-def make_report(preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any]) -> CacheReport:
-    """The report of a cache's layers and their plans."""
-    return CacheReport(
-        preset.name, [_layer_report(preset, plan, layer) for plan, layer in zip(plans, layers, strict=True)]
-    )
+def make_report(
+    preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any], scales: Mapping[Role, RoleScales]
+) -> CacheReport:
+    """The report of a cache's layers, their plans, and their float8 scales by role."""
+    reports = [_layer_report(preset, plan, layer) for plan, layer in zip(plans, layers, strict=True)]
+    return CacheReport(preset.name, reports, tuple(scales.values()))
 
 
 def _layer_report(preset: Preset, plan: LayerPlan, layer: Any) -> LayerReport:
     if isinstance(layer, PackedLayer):
         stored = f"K {preset.key.name}, V {preset.value.name}"
+        if not plan.packed:  # all of it in the model's dtype
+            stored = f"{layer.storage.dtype or '-'} ({plan.reason})".removeprefix("torch.")
         tokens, elements = layer.storage.length, layer.storage.elements
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]

@@ -9,8 +9,9 @@ at least a block, whole blocks are packed at a time.  Operations other than `app
 quantised twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 
@@ -20,8 +21,11 @@ from .parts import Calibration, KVView, PackedStates, map_tensors, tensors
 from .presets import Preset, Role
 from .rotation import check_head_dim
 
+# A residual_length with which nothing is ever packed.
+UNLIMITED = 2**62
 
-def _round_up(tokens: int) -> int:
+
+def round_up(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -32,10 +36,19 @@ class LayerStorage:
     residual_length: up to so many newest tokens stay in the model's dtype; 0 packs all at once
     sink_tokens:     so many first tokens stay in the model's dtype
     backend:         see `ops`
+    given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
     """
 
-    def __init__(self, preset: Preset, residual_length: int, sink_tokens: int, backend: str) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        residual_length: int,
+        sink_tokens: int,
+        backend: str,
+        given_scales: Mapping[Role, torch.Tensor] | None = None,
+    ) -> None:
         self.preset = preset
+        self.given_scales = dict(given_scales or {})
         self.residual_length = residual_length
         self.sink_tokens = sink_tokens
         self.backend = backend
@@ -64,6 +77,11 @@ class LayerStorage:
     def batch_size(self) -> int | None:
         """Sequences held, None before the first token."""
         return None if self.tail_keys is None else self.tail_keys.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the newest tokens, None before the first token."""
+        return None if self.tail_keys is None else self.tail_keys.dtype
 
     @property
     def elements(self) -> int:
@@ -110,32 +128,13 @@ class LayerStorage:
         In that view the new tokens and the tail before them are still exact, also those that get packed here.
         Raises ValueError, before anything changes, when the shapes do not fit each other or what is held.
         """
-        self._check(keys, values)
+        held = None if self.tail_keys is None or self.tail_values is None else (self.tail_keys, self.tail_values)
+        check_states(keys, values, self.given_scales if self.residual_length < UNLIMITED else None, held)
         # Buffers outlive an inference_mode block, in which plain tensors could not be written again outside it.
         with torch.inference_mode(False), torch.no_grad():
             view = self._view(*self._with_tail(keys, values))
             self._settle(view.keys.detach(), view.values.detach())
         return view
-
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
-            raise ValueError(
-                "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
-                f"got {list(keys.shape)} and {list(values.shape)}"
-            )
-        check_head_dim(keys.shape[3])
-        check_head_dim(values.shape[3])
-        for held, new, name in ((self.tail_keys, keys, "keys"), (self.tail_values, values, "values")):
-            if held is not None and (held.shape[:2], held.shape[3]) != (new.shape[:2], new.shape[3]):
-                raise ValueError(
-                    f"expected {name} of batch {held.shape[0]}, {held.shape[1]} KV heads and head_dim {held.shape[3]}, "
-                    f"as this cache holds, got {list(new.shape)}; use a new cache, reset() or batch_select_indices()"
-                )
-            if held is not None and held.dtype != new.dtype:
-                raise ValueError(
-                    f"expected {name} in {held.dtype}, as this cache holds, got {new.dtype}; "
-                    "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
-                )
 
     def _with_tail(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tail with the new tokens behind it: in its buffer while there is room, else beside it."""
@@ -143,8 +142,8 @@ class LayerStorage:
         if self.tail_keys is None or self.tail_values is None:
             return keys, values
         if end <= self.tail_keys.shape[2]:
-            self.tail_keys[:, :, start:end] = keys
-            self.tail_values[:, :, start:end] = values
+            run = ops.implementation(self.backend, keys, values)
+            run.append(keys.detach(), values.detach(), self.tail_keys, self.tail_values, start)
             return self.tail_keys[:, :, :end], self.tail_values[:, :, :end]
         if start == 0:
             return keys, values
@@ -162,7 +161,7 @@ class LayerStorage:
         count = 0
         if surplus > 0:
             # Whole blocks where there are enough tokens, so that blocks fill once and stay aligned.
-            end = min(_round_up(self.packed_length + surplus), self.packed_length + keys.shape[2] - waiting)
+            end = min(round_up(self.packed_length + surplus), self.packed_length + keys.shape[2] - waiting)
             count = end - self.packed_length
             if waiting:
                 self.sink_keys, self.sink_values = keys[:, :, :waiting].clone(), values[:, :, :waiting].clone()
@@ -176,33 +175,29 @@ class LayerStorage:
     def _buffer(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of a tail with room for coming tokens: an eighth more, up to what a tail ever holds."""
         most = self.residual_length + self.sink_tokens + 1
-        room = min(most, _round_up(x.shape[2] * 9 // 8 + 1))
+        room = min(most, round_up(x.shape[2] * 9 // 8 + 1))
         buffer = x.new_zeros(*x.shape[:2], room, x.shape[3])
         buffer[:, :, : x.shape[2]] = x
         return buffer
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """Store the first `count` tokens behind the packed ones; the first time, all of them are calibrated on."""
-        run = ops.implementation(self.backend, keys.device)
+        run = ops.implementation(self.backend, keys, values)
         if self.packed_length == 0:
-            counts = _not_padding(values)
-            center, smooth = self.preset.center, self.preset.smooth
-            self.key = self._empty("key", keys, count, run.calibrate(keys, self.preset.key, center, smooth, counts))
-            self.value = self._empty(
-                "value", values, count, run.calibrate(values, self.preset.value, center, 0.0, counts)
-            )
+            key, value = calibrate_pair(run, self.preset, keys, values, self.given_scales)
+            self.key = self._empty("key", keys, count, key)
+            self.value = self._empty("value", values, count, value)
         assert self.key is not None and self.value is not None
         end = self.packed_length + count
         if end > self.key.capacity:
-            capacity = _round_up(max(end, self.key.capacity * 9 // 8))
+            capacity = round_up(max(end, self.key.capacity * 9 // 8))
             self.key, self.value = _grown(self.key, capacity), _grown(self.value, capacity)
-        run.store(self.key, keys[:, :, :count], self.packed_length)
-        run.store(self.value, values[:, :, :count], self.packed_length)
+        run.store_pair(self.key, self.value, keys[:, :, :count], values[:, :, :count], self.packed_length)
         self.packed_length = end
 
     def _empty(self, role: Role, like: torch.Tensor, count: int, calibration: Calibration) -> PackedStates:
         fmt = self.preset.key if role == "key" else self.preset.value
-        return PackedStates.empty(role, fmt, like, _round_up(count), calibration)
+        return PackedStates.empty(role, fmt, like, round_up(count), calibration)
 
     # -------------------------------------------------------------------------------------------- whole tokens
 
@@ -260,7 +255,7 @@ def _grown(states: PackedStates, capacity: int) -> PackedStates:
     return replace(states, packed=packed, scale=grow(states.scale, capacity), zero=grow(states.zero, capacity))
 
 
-def _not_padding(values: torch.Tensor) -> torch.Tensor:
+def not_padding(values: torch.Tensor) -> torch.Tensor:
     """Which tokens calibration may count, bool [B, 1, T, 1]: all but a leading run of equal ones.
 
     A cache is not told where a batch is padded.  But padding on the left sees only padding and values carry no
@@ -272,3 +267,49 @@ def _not_padding(values: torch.Tensor) -> torch.Tensor:
     run = (distance <= tolerance).cumprod(dim=1).bool()  # [B, T], true for the first token unless it is NaN
     padding = run & (run.sum(dim=1, keepdim=True) > 1) & ~run.all(dim=1, keepdim=True)
     return ~padding[:, None, :, None]
+
+
+def check_states(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    given_scales: Mapping[Role, torch.Tensor] | None,
+    held: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Raise ValueError unless new keys and values fit each other, those held, and (not None) can be packed."""
+    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
+    if given_scales is not None:
+        check_head_dim(keys.shape[3])
+        check_head_dim(values.shape[3])
+    for role, scale in (given_scales or {}).items():
+        if scale.numel() not in (1, keys.shape[1]):
+            raise ValueError(
+                f"expected a scale of {role}s with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
+            )
+    for old, new, name in zip(held or (), (keys, values), ("keys", "values"), strict=False):
+        if (old.shape[:2], old.shape[3]) != (new.shape[:2], new.shape[3]):
+            raise ValueError(
+                f"expected {name} of batch {old.shape[0]}, {old.shape[1]} KV heads and head_dim {old.shape[3]}, "
+                f"as this cache holds, got {list(new.shape)}; use a new cache, reset() or batch_select_indices()"
+            )
+        if old.dtype != new.dtype:
+            raise ValueError(
+                f"expected {name} in {old.dtype}, as this cache holds, got {new.dtype}; "
+                "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
+            )
+
+
+def calibrate_pair(
+    run: ModuleType,
+    preset: Preset,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    given_scales: Mapping[Role, torch.Tensor],
+) -> tuple[Calibration, Calibration]:
+    """Calibration of keys and of values on the first tokens, [B, H_kv, T, D] each."""
+    counts = not_padding(values)
+    key = run.calibrate(keys, preset.key, preset.center, preset.smooth, counts, given_scales.get("key"))
+    return key, run.calibrate(values, preset.value, preset.center, 0.0, counts, given_scales.get("value"))

@@ -4,15 +4,20 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import transformers
+from rich.markup import escape
 from rich.table import Table
 
+from .cache import TurboQuantCache
+from .checkpoint import find_folder, read_declaration
 from .demo import Generated
 from .evaluate import EvalResult
 from .geometry import LayerGeometry
-from .hardware import ARCHITECTURES, PATH_OF_THIS_VERSION, Architecture
+from .hardware import ARCHITECTURES, Architecture
+from .ops import path
 from .plan import MOST_TOKENS, MemoryPlan
 from .presets import PRESETS
 from .tasks import Case
@@ -20,7 +25,7 @@ from .tasks import Case
 TABLE_HEAD_DIM = 128
 
 
-def demo_table(case: Case, runs: Sequence[Generated]) -> Table:
+def demo_table(case: Case, runs: Sequence[Generated], device: torch.device) -> Table:
     """One line per cache; the first is what the others are compared with."""
     table = _table("cache", "text", ">agreement", ">KV bytes", ">bits/element", ">smaller", ">tokens/s")
     question = " ".join(case.prompt.rsplit("\n\n", 1)[-1].split())
@@ -30,7 +35,7 @@ def demo_table(case: Case, runs: Sequence[Generated]) -> Table:
         table.add_row(*row, f"{run.bits_per_element:.2f}", f"{run.ratio:.2f}x", f"{run.tokens_per_second:.1f}")
     table.caption = (
         f"agreement: share of {len(runs[0].tokens)} tokens equal to those with the 16-bit cache; KV bytes: all that a "
-        f"cache holds, its newest tokens in the model's dtype too; computed by the {PATH_OF_THIS_VERSION}"
+        f"cache holds, its newest tokens in the model's dtype too; computed by: {path(device)}"
     )
     return table
 
@@ -51,8 +56,8 @@ def machine_table(device: torch.device, row: Architecture) -> Table:
     table = Table(title="this machine", show_header=False)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     table.add_row("device", f"{device.type}: {name}, architecture {row.name}, {torch.get_num_threads()} CPU threads")
-    table.add_row("computed by", f"{PATH_OF_THIS_VERSION}, all formats; this version has no kernels yet")
-    table.add_row("path for kernels", f"{row.decode_path} ({row.reason})")
+    table.add_row("computed by", f"{path(device)}, all formats")
+    table.add_row("decode path", f"{row.decode_path}: {row.reason}")
     table.add_row("fp8 by instruction", f"convert: {_formats(row.fp8_convert)}; multiply: {_formats(row.fp8_multiply)}")
     table.add_row("python, system", f"{sys.version.split()[0]}, {platform.platform()}")
     table.add_row("torch, transformers", f"{torch.__version__}, {transformers.__version__}")
@@ -70,13 +75,31 @@ def preset_table() -> Table:
         center, smooth = "yes" if preset.center else "-", f"{preset.smooth:g}" if preset.smooth else "-"
         row = [preset.name, preset.key.name, preset.value.name, f"{nbytes}", f"{exact / nbytes:.2f}x"]
         table.add_row(*row, center, smooth)
+    table.caption = (
+        "float8 scales: those of k_scale=, v_scale=; else those that the checkpoint ships; else one per sequence and "
+        "KV head, from the first tokens (info --model says which, and why)"
+    )
+    return table
+
+
+def checkpoint_table(config: Any) -> Table:
+    """What the checkpoint of a config says about float8 scales, and what that means for each preset with float8."""
+    table = _table("preset", "float8 scales")
+    folder = find_folder(config)
+    declaration = read_declaration(config, folder)
+    has = "ships fp8 KV scales" if declaration.has_fp8_scales else "ships no fp8 KV scales"
+    table.title = escape(f"checkpoint {folder}: {has} ({declaration.reason})")
+    for preset in PRESETS.values():
+        if preset.key.float8 or preset.value.float8:
+            table.add_row(preset.name, escape(_scales_of(config, preset.name)))
+    table.caption = "the other presets take no such scales"
     return table
 
 
 def hardware_table() -> Table:
     """Every architecture known."""
-    table = _table("architecture", "GPUs", "fp8 convert", "fp8 multiply", "path for kernels")
-    table.title = "architectures (what kernels will use; this version computes with the PyTorch reference everywhere)"
+    table = _table("architecture", "GPUs", "fp8 convert", "fp8 multiply", "decode path")
+    table.title = "architectures, and how keys and values are read on each"
     for row in ARCHITECTURES.values():
         table.add_row(row.name, row.gpus, _formats(row.fp8_convert), _formats(row.fp8_multiply), row.decode_path)
     return table
@@ -126,6 +149,15 @@ def eval_table(result: EvalResult) -> Table:
         table.add_row(*cells, *[f"{row.recall[depth]:.0%}" for depth in depths])
     table.caption = "KL (nats) and top-1 against the 16-bit cache; recall by depth of the fact, 0 % is the start"
     return table
+
+
+def _scales_of(config: Any, preset: str) -> str:
+    """A line per role, for all layers that can be packed, or why the preset is refused."""
+    try:
+        cache = TurboQuantCache(config, preset, skip_layers="sliding_window")
+    except ValueError as error:
+        return f"refused: {error}"
+    return "\n".join(str(scales) for scales in cache.scales.values())
 
 
 def _table(*headings: str) -> Table:

@@ -1,248 +1,518 @@
-"""Decode attention over a packed cache: one query token per sequence, split along the tokens.
+"""Decode attention over a packed cache: up to 16 query tokens per sequence, split along the cached tokens.
 
-Scores are computed transposed, tokens on M and the query heads of one KV head on N:
+Scores are computed transposed, tokens on M and the queries of one KV head (all heads of its group) on N:
 
     S^T[tokens, group] = K[tokens, D] . Q^T[D, group]        O^T[D, group] += V^T[D, tokens] . P^T[tokens, group]
 
 so each packed byte is read and decoded once for the whole group, and codes, turned into e4m3 bytes in registers, go to
-the fp8 tensor cores in the order in which they lie.  A tile of tokens is processed in the parts in which value rows
-are packed (`primitives.parts`): the score rows of a part are gathered in the order of its value columns.
+the fp8 tensor cores in the order in which they lie.  A tile of tokens is one block of values, or two.
+
+Three launches.  The first (`decode_prepare`) brings the query into the space of the key codes and attends to the
+tokens that are still in the model's dtype, which gives some more splits; the second attends to the packed tokens; the
+third undoes rotation and centre of the values in the sum of the packed splits, and joins it with the exact ones.
+
+Query columns of a KV head are head after head, `QUERIES` of each, in tiles of `COLUMNS`.  Scores are in base 2.
 """
+
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .decode_prepare import EXACT_TILE, decode_prepare_kernel
+from .launch import aligned, launch
 from .primitives import (
     BLOCK_TOKENS,
-    decode_part,
+    decode_rows,
     exp2,
     gather_terms,
     keep_tables,
     load_keys,
     load_scales,
     load_values,
+    part_width,
     parts,
+    ptx_inverse,
+    ptx_log2,
     rough_log2,
+    side_by_side,
     spread_terms,
-    to_places,
     to_rows,
+    to_tokens,
+    unit,
 )
-from .tuning import Config, choose, choose_splits
+from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, apply_mask, lengths_now, soft_cap
+from .states import States
+from .tuning import choose, choose_splits
 
-LOG2E = 1.4426950408889634
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
+MAX_QUERIES = 16
+_NUMBERS = count()
+MAX_EXACT_SPLITS = 8
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _load_query(
-    query, GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, TERMS: tl.constexpr, FP8: tl.constexpr,
+def _packed_scores(q, rows, scale, shift, softcap, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores [tokens, columns] of decoded key rows; `scale` [tokens], or a number, is their factor."""
+    s = gather_terms(tl.dot(rows, q, input_precision=PRECISION), TERMS, 1)
+    s *= scale if scale.numel == 1 else scale[:, None]
+    if SOFTCAP:
+        s = soft_cap(s + shift[None, :], softcap)
+    return s
+
+
+@triton.jit
+def _decode_values(
+    base, start, blocks,
+    VALUE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
+    PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The group's query in parts, operands [WIDTH, COLUMNS * TERMS] scaled to at most 448, and the scale."""
-    # The second term is made by column, not by `spread_terms`: from this layout Triton 3.6 stores that one wrongly.
-    channel = tl.arange(0, WIDTH)
-    column = tl.arange(0, COLUMNS * TERMS)
-    mask = (channel < HEAD_DIM // PARTS)[:, None] & (column % COLUMNS < GROUP)[None, :]
-    pointer = query + (channel[:, None] + (column % COLUMNS * HEAD_DIM)[None, :])
-    loaded = ()
-    peak = 1e-30
-    for part in tl.static_range(PARTS):
-        x = tl.load(pointer + part * (HEAD_DIM // PARTS), mask=mask, other=0).to(tl.float32)
-        peak = tl.maximum(peak, tl.max(tl.abs(x)))
-        loaded = loaded + (x,)
-    operands = ()
-    for part in tl.static_range(PARTS):
-        x = loaded[part] * (448.0 / peak)
-        if FP8:
-            first = x.to(tl.float8e4nv).to(tl.float32)
-            x = tl.where((column < COLUMNS)[None, :], first, x - first).to(tl.float8e4nv)
-        else:
-            x = x.to(tl.float16)
-        operands = operands + (x,)
-    return operands, peak / 448.0
+    """Values of `TILE` tokens, [CHANNELS, TILE]: of two blocks, block by block, each lying in one piece."""
+    BITS: tl.constexpr = VALUE[0]
+    TABLE: tl.constexpr = VALUE[1]
+    planes = load_values(base, start, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+    channels = decode_rows(planes, BITS, TABLE, COMPUTE, PTX)
+    if TILE == 2 * BLOCK_TOKENS:
+        planes = load_values(base, start + BLOCK_TOKENS, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+        channels = side_by_side(channels, decode_rows(planes, BITS, TABLE, COMPUTE, PTX))
+    return channels
 
 
 @triton.jit
+def _sum_repeats(x, REPEATS: tl.constexpr):
+    """[R, N] by score row, summed over the rows that a thread has of different repeats."""
+    return tl.sum(x.reshape(REPEATS, x.shape[0] // REPEATS, x.shape[1]), 0)
+
+
+@triton.jit
+def _store_split(
+    out, total, zeros, peak, shift, scale, partial, partial_lse, used,
+    VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Divides by the sum; writes output and log-sum-exp of a split."""
+    total = tl.sum(total, 0)
+    out = (out * scale + tl.sum(zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
+    lse = tl.where(total > 0, peak + shift - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
+    channel = tl.arange(0, CHANNELS)
+    tl.store(partial[None, :] + channel[:, None], out, mask=used[None, :] & (channel < VALUE_DIM)[:, None])
+    tl.store(partial_lse, lse, mask=used)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "others", "behind"])
 def _decode_split_kernel(
-    query, key_packed, key_scale, value_packed, value_scale, value_zero, partial, partial_lse,
-    strides, tokens, blocks, softmax_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    KEY_TABLE: tl.constexpr, VALUE_TABLE: tl.constexpr, ZERO: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
-    WARPS: tl.constexpr,
+    work, key, value, mask, lengths, total, tokens, blocks, others, behind, sizes, softcap, strides,
+    DIMS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One program = one split of the tokens of one sequence and KV head, for all query heads of its group."""
-    if FP8:
+    """One program = one split of the packed tokens of one sequence and KV head, for a tile of its query columns.
+
+    work = (operand, factors, partial, partial_lse), key = (packed, scale), value = (packed, scale[, zero]), `tokens`
+    packed ones in `blocks`, `others` splits of exact tokens, `behind` of them behind the packed ones, sizes = (sinks,
+    residual length), strides = (key, key scale, value, value scale, mask), KEY and VALUE = (bits, table), FLAGS =
+    (SOFTCAP, CAUSAL, MASK), LAUNCH = (tokens of a tile, warps, loads need a mask, stages).  With `total`, int64 on the
+    device, it says how many tokens are packed.
+    """
+    SOFTCAP: tl.constexpr = FLAGS[0]
+    CAUSAL: tl.constexpr = FLAGS[1]
+    MASK: tl.constexpr = FLAGS[2]
+    TILE: tl.constexpr = LAUNCH[0]
+    MASKED: tl.constexpr = LAUNCH[2]
+    KEY_BITS: tl.constexpr = KEY[0]
+    VALUE_BITS: tl.constexpr = VALUE[0]
+    KEY_TABLE: tl.constexpr = KEY[1]
+    VALUE_TABLE: tl.constexpr = VALUE[1]
+    DIM: tl.constexpr = DIMS[0]
+    WIDTH: tl.constexpr = part_width(DIM, KEY_BITS)
+    CHANNELS: tl.constexpr = max(triton.next_power_of_2(DIMS[1]), 64)
+    REPEATS: tl.constexpr = max(TILE // 16 // LAUNCH[1], 1)
+    SLOTS: tl.constexpr = TILE // (16 * REPEATS)
+    N: tl.constexpr = COLUMNS * TERMS
+    TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
+
+    batch, kv_head = tl.program_id(2).to(tl.int64), (tl.program_id(1) // TILES).to(tl.int64)
+    pair, first_column = batch * (tl.num_programs(1) // TILES) + kv_head, tl.program_id(1) % TILES * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    limit = tokens + behind - QUERIES + 1 + column % QUERIES  # packed tokens that a column may see
+    tokens = lengths_now(total, 0, tokens, sizes[1])[1]
+    if lengths is not None:
+        tokens = tl.minimum(tl.load(lengths + batch), tokens)
+    if PTX:
         keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
-    KEY_PARTS: tl.constexpr = parts(KEY_BITS)
-    VALUE_PARTS: tl.constexpr = parts(VALUE_BITS)
-    WIDTH: tl.constexpr = max(triton.next_power_of_2(HEAD_DIM // KEY_PARTS), 32)
-    CHANNELS: tl.constexpr = max(triton.next_power_of_2(HEAD_DIM), 64)
-    ROWS: tl.constexpr = TILE // VALUE_PARTS  # score rows of a part
-    SPAN: tl.constexpr = BLOCK_TOKENS // VALUE_PARTS  # of them, those of one block
-    REPEATS: tl.constexpr = max(ROWS // 16 // WARPS, 1)
-    SLOTS: tl.constexpr = ROWS // (16 * REPEATS)
-    UNIT: tl.constexpr = 1.0 if FP8 else 256.0  # see `decode_part`
+    index = batch * tl.num_programs(1) + tl.program_id(1)
+    K: tl.constexpr = parts(KEY_BITS) * WIDTH
+    q = tl.load(work[0] + index * (N * K) + tl.arange(0, N)[None, :] * K + tl.arange(0, K)[:, None])
+    factor = tl.load(work[1] + index * (1 + COLUMNS))
+    offset = tl.load(work[1] + index * (1 + COLUMNS) + 1 + tl.arange(0, COLUMNS))
+    key_packed = key[0] + batch * strides[0][0] + kv_head * strides[0][1]
+    key_scale = key[1] + batch * strides[1][0] + kv_head * strides[1][1]
+    value_packed = value[0] + batch * strides[2][0] + kv_head * strides[2][1]
+    value_scale = value[1] + batch * strides[3][0] + kv_head * strides[3][1]
+    mask_base = batch * strides[4][0]
+    mask_columns = tl.where(column < GROUP * QUERIES, column, 0)
+    mask_head = kv_head * GROUP + mask_columns // QUERIES
+    mask_columns = mask_base + mask_head * strides[4][1] + mask_columns % QUERIES * strides[4][2]
 
-    split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    pair = batch * tl.num_programs(1) + head
-    q, factor = _load_query(query + pair * GROUP * HEAD_DIM, GROUP, COLUMNS, HEAD_DIM, KEY_PARTS, WIDTH, TERMS, FP8)
-    key_packed += batch * strides[0] + head * strides[1]
-    key_scale += batch * strides[2] + head * strides[3]
-    value_packed += batch * strides[4] + head * strides[5]
-    value_scale += batch * strides[6] + head * strides[7]
-    value_zero += batch * strides[6] + head * strides[7]
-    factor *= softmax_scale * UNIT
-    if KEY_BITS == 8:
-        factor *= tl.load(key_scale)
-
-    place = tl.arange(0, ROWS)  # along a value row; `to_rows` gives the score row
-    place = place // SPAN * BLOCK_TOKENS + place % SPAN
+    row = to_rows(tl.arange(0, TILE), SLOTS, REPEATS)  # the token of a score row
     peak = tl.full((COLUMNS,), -1e30, tl.float32)  # finite: exp2(-inf - peak) is 0 even where all is masked
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed over its rows at the end, like `zeros`
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
-    out = tl.zeros((CHANNELS, COLUMNS * TERMS), tl.float32)
+    weight = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)  # summed over its rows at the end, like `zeros`
+    zeros = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)
+    out = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     tiles = tl.cdiv(tokens, TILE)
     per_split = tl.cdiv(tiles, tl.num_programs(0))
-    for tile in range(split * per_split, tl.minimum((split + 1) * per_split, tiles)):
+    end = tl.minimum((tl.program_id(0) + 1) * per_split, tiles)
+    # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
+    for tile in tl.range(tl.program_id(0) * per_split, end, num_stages=LAUNCH[3]):
         # The last tile is moved back so that no load passes the last block; what it repeats is masked out.
         first = tile * TILE
         start = first if MASKED else tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
-        values = load_values(value_packed, start, blocks, VALUE_BITS, HEAD_DIM, TILE, CHANNELS, MASKED)
-        scores, scales, shifts = (), (), ()
-        highest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-        for part in tl.static_range(VALUE_PARTS):
-            offset = place + part * SPAN
-            row = to_rows(offset, SLOTS, REPEATS)
-            if ZERO:
-                shifts = shifts + (load_scales(value_zero, start, offset, blocks, SLOTS, REPEATS, MASKED),)
-            keys = load_keys(key_packed, start, row, blocks, KEY_BITS, HEAD_DIM, WIDTH, MASKED)
-            s = tl.zeros((ROWS, COLUMNS * TERMS), tl.float32)
-            for k in tl.static_range(KEY_PARTS):
-                s = tl.dot(decode_part(keys, k, KEY_BITS, KEY_TABLE, FP8), q[k], s)
-            scale = tl.full((ROWS,), 1.0, tl.float32)
-            if KEY_BITS != 8:
-                scale = load_scales(key_scale, start, offset, blocks, SLOTS, REPEATS, MASKED)
-            new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
-            s = gather_terms(s, TERMS, 1) * (scale * factor)[:, None] + tl.where(new, 0.0, float("-inf"))[:, None]
-            scores = scores + (s,)
-            if VALUE_BITS != 8:
-                # The reference is the largest p * scale, not the largest p, so that p * scale suits e4m3.
-                scale = tl.maximum(load_scales(value_scale, start, offset, blocks, SLOTS, REPEATS, MASKED), 1e-7)
-                scales = scales + (scale,)
-                s += rough_log2(scale)[:, None]
-            highest = tl.maximum(highest, s)
+        keys = load_keys(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
+        scale = factor
+        if KEY_BITS != 8:
+            scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
+        rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
+        s = _packed_scores(q, rows, scale, offset, softcap, SOFTCAP, TERMS, PRECISION)
+        new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
+        s = apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[0] + start + row, new, MASK)
+        if CAUSAL:
+            s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
+        # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.
+        shift = tl.zeros((TILE,), tl.float32)
+        if VALUE_BITS != 8:
+            scale = tl.maximum(load_scales(value_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED), 1e-7)
+            if PTX:  # the scale in the exponent: fewer instructions, but for float32 too coarse
+                shift = ptx_log2(scale)
+        s += tl.where(new, shift, float("-inf"))[:, None]
+        highest = s
+        if VALUE_BITS != 8 and not PTX:
+            highest = s + rough_log2(scale)[:, None]
         previous = peak
         peak = tl.maximum(peak, tl.max(highest, 0))
-        alpha = exp2(previous - peak, FP8)
-        total *= alpha[None, :]
-        zeros *= alpha[None, :]
-        operands = ()
-        for part in tl.static_range(VALUE_PARTS):
-            p = exp2(scores[part] - (peak - P_SHIFT)[None, :], FP8)
-            total += p
-            if ZERO:
-                zeros += p * shifts[part][:, None]
-            if VALUE_BITS != 8:
-                p = p * scales[part][:, None]
-            operands = operands + (spread_terms(to_places(p, SLOTS, REPEATS), TERMS, LIFT, FP8),)
-        tile_out = tl.zeros((CHANNELS, COLUMNS * TERMS), tl.float32)
-        for part in tl.static_range(VALUE_PARTS):
-            tile_out = tl.dot(decode_part(values, part, VALUE_BITS, VALUE_TABLE, FP8), operands[part], tile_out)
-        if TERMS == 2:
-            alpha = tl.join(alpha, alpha).permute(1, 0).reshape(COLUMNS * 2)
+        alpha = exp2(previous - peak, PTX)
+        p = exp2(s - (peak - P_SHIFT)[None, :], PTX)
+        probability = p
+        if VALUE_BITS != 8:
+            if PTX:
+                probability = p * ptx_inverse(scale)[:, None]
+            else:
+                p *= scale[:, None]
+        weight = weight * alpha[None, :] + _sum_repeats(probability, REPEATS)
+        if len(value) == 3:
+            zero = value[2] + batch * strides[3][0] + kv_head * strides[3][1]
+            zero = load_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
+            zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], REPEATS)
+        p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, LIFT, COMPUTE, PTX)
+        channels = _decode_values(value_packed, start, blocks, VALUE, DIMS[1], TILE, CHANNELS, COMPUTE, PTX, MASKED)
+        tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, LIFT)
         out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
 
-    out = gather_terms(out, TERMS, LIFT) * UNIT
+    if SOFTCAP:
+        offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
+    value_factor = unit(VALUE_BITS, VALUE_TABLE, COMPUTE)
     if VALUE_BITS == 8:
-        out = out * tl.load(value_scale)
-    total = tl.sum(total, 0)
-    out = (out + tl.sum(zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
-    lse = tl.where(total > 0, peak - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    column, channel = tl.arange(0, COLUMNS), tl.arange(0, CHANNELS)
-    index = (pair * tl.num_programs(0) + split) * GROUP + column
-    mask = (column < GROUP)[None, :] & (channel < HEAD_DIM)[:, None]
-    tl.store(partial + (index * HEAD_DIM)[None, :] + channel[:, None], out, mask=mask)
-    tl.store(partial_lse + index, lse, mask=column < GROUP)
+        value_factor *= tl.load(value_scale)
+    index = ((pair * (tl.num_programs(0) + others) + tl.program_id(0)) * GROUP * QUERIES) + column
+    _store_split(
+        out, weight, zeros, peak, offset, value_factor, work[2] + index * DIMS[1], work[3] + index,
+        column < GROUP * QUERIES, DIMS[1], CHANNELS,
+    )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "all_splits"])
 def _decode_merge_kernel(
-    partial, partial_lse, rotation, out, lse, splits,
-    HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROTATE: tl.constexpr,
+    partial, partial_lse, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
+    DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program = one query head of one sequence: joins its splits and, for rotated values, rotates back."""
-    head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    channel = tl.arange(0, CHANNELS)
-    row = (head // GROUP * splits + split) * GROUP + head % GROUP
-    part = tl.load(partial_lse + row, mask=split < splits, other=float("-inf"))
+    """One program = one query of one of so many `heads` of one sequence; the first `splits` are of packed tokens."""
+    index = tl.program_id(0).to(tl.int64)  # over B, H_q, S
+    COLUMNS: tl.constexpr = GROUP * QUERIES
+    CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
+    pair = index // COLUMNS
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, CHANNELS)
+    row = (pair * all_splits + split) * COLUMNS + index % COLUMNS
+    used, inside = split < all_splits, channel < DIM
+    part = tl.load(partial_lse + row, mask=used, other=float("-inf"))
     peak = tl.maximum(tl.max(part), -1e30)
     weight = tl.exp2(part - peak)
     total = tl.sum(weight)
-    mask = (split < splits)[:, None] & (channel < HEAD_DIM)[None, :]
-    x = tl.load(partial + row[:, None] * HEAD_DIM + channel[None, :], mask=mask, other=0)
-    x = tl.sum(x * weight[:, None], 0) / tl.maximum(total, 1e-30)
-    if ROTATE:  # x @ rotation, which undoes x @ rotation.T
-        mask = (channel < HEAD_DIM)[:, None] & (channel < HEAD_DIM)[None, :]
-        matrix = tl.load(rotation + channel[:, None] * HEAD_DIM + channel[None, :], mask=mask, other=0).to(tl.float32)
-        x = tl.sum(x[:, None] * matrix, 0)
-    tl.store(out + head * HEAD_DIM + channel, x.to(out.dtype.element_ty), mask=channel < HEAD_DIM)
-    natural = (peak + tl.log2(tl.maximum(total, 1e-30))) * 0.6931471805599453
-    tl.store(lse + head, tl.where(total > 0, natural, float("-inf")))
+    x = tl.load(partial + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
+    packed = tl.where(split < splits, weight, 0.0)
+    sum_packed = tl.sum(x * packed[:, None], 0)
+    exact = tl.sum(x * (weight - packed)[:, None], 0)
+    if rotation is not None:  # x @ rotation, which undoes x @ rotation.T
+        matrix = rotation + channel[:, None] * DIM + channel[None, :]
+        matrix = tl.load(matrix, mask=inside[:, None] & inside[None, :], other=0)
+        sum_packed = tl.sum(sum_packed[:, None] * matrix, 0)
+    if center is not None:
+        sum_packed += tl.load(center + pair * DIM + channel, mask=inside, other=0) * tl.sum(packed)
+    result = sum_packed + exact
+    if s_aux is not None:  # one more logit, which gives nothing
+        head = index // QUERIES
+        logit = s_aux + head // heads * strides[0] + head % heads * strides[1] + index % QUERIES * strides[2]
+        logit = tl.load(logit).to(tl.float32) * LOG2E
+        highest = tl.maximum(peak, logit)
+        alpha = tl.exp2(peak - highest)
+        peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
+    result /= tl.maximum(total, 1e-30)
+    tl.store(out + index * DIM + channel, result.to(out.dtype.element_ty), mask=inside)
+    natural = (peak + tl.log2(tl.maximum(total, 1e-30))) / LOG2E
+    tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
 
 
-def code_table(magnitudes: tuple[float, ...]) -> tuple[int, int]:
-    """The eight table bytes of a symmetric codebook whose magnitudes are exact in e4m3, as two 32-bit words.
+class Path(NamedTuple):
+    """How a device computes: the type that goes to the dots, inline assembly or not, and how float32 is multiplied."""
 
-    Eight magnitudes (4 bits) keep their sign apart; four or two (3 or 2 bits) are followed by their negatives.
+    compute: torch.dtype
+    ptx: bool = False
+    precision: str = "ieee"
+
+
+@lru_cache
+def choose_path(dtype: torch.dtype, capability: tuple[int, int] | None) -> Path:
+    """The path for queries of `dtype` on an NVIDIA GPU of that compute capability (None: any other device).
+
+    fp8 tensor cores where e4m3 is native, float16 else, float32 for float32 queries.  The inline assembly decodes four
+    neighbouring bytes, which only the operands of fp8 dots keep together.
     """
-    values = magnitudes if len(magnitudes) == 8 else (*magnitudes, *(-m for m in magnitudes))
-    codes = torch.tensor(values, dtype=torch.float8_e4m3fn).view(torch.uint8).tolist()
-    codes += [0] * (8 - len(codes))
-    return int.from_bytes(codes[:4], "little"), int.from_bytes(codes[4:], "little")
+    capability = capability or (0, 0)
+    precision = "tf32x3" if capability >= (8, 0) else "ieee"
+    if dtype == torch.float32:
+        return Path(torch.float32, False, precision)
+    native = capability >= (8, 9)
+    return Path(torch.float8_e4m3fn if native else torch.float16, native, precision)
+
+
+class _Mask(NamedTuple):
+    tensor: torch.Tensor | None
+    strides: tuple[int, ...]
+    kind: int
+
+
+class _Plan(NamedTuple):
+    """What is worked out once for shapes, formats and flags: how the three launches look."""
+
+    number: int  # no other plan has it
+    rows: int  # queries of a column tile, for all tiles of all KV heads and sequences
+    width: int  # elements of the operand for one of them
+    grids: tuple[tuple[int, int, int], ...]
+    constants: tuple[dict[str, Any], ...]
+    options: tuple[dict[str, Any], ...]
 
 
 def decode(
-    query: torch.Tensor, key: tuple[torch.Tensor, ...], value: tuple[torch.Tensor, ...], *, tokens: int,
-    key_bits: int, value_bits: int, key_table: tuple[int, int], value_table: tuple[int, int], softmax_scale: float,
-    rotation: torch.Tensor | None = None, fp8: bool = True, config: Config | None = None, splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of one query token per sequence over the first `tokens` of a packed cache.
+    query: torch.Tensor,
+    key: States,
+    value: States,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    packed_length: int,
+    scaling: float,
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    causal: bool = True,
+    lengths: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    residual_length: int = 0,
+    path: Path | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of up to 16 query tokens per sequence to sinks, packed tokens and a tail, in this order.
 
-    query [B, heads, D], contiguous, in the rotated space of the keys; key = (packed, scale) and value = (packed,
-    scale[, zero]) as in kernels/README.md, finite also beyond `tokens`.  `rotation` [D, D] undoes that of the values:
-    out @ rotation.  Returns out [B, heads, D] and the natural log-sum-exp of the scores, float32 [B, heads].
+    query:         [B, H_q, S, D], bfloat16, float16 or float32
+    key, value:    packed states, of which the first `packed_length` tokens count, 0 for none; every number in their
+                   blocks, also behind the last token, must be finite (`torch.zeros` is)
+    keys, values:  the tail, [B, H_kv, n, D] and [B, H_kv, n, D_v], n >= 0, in the query's dtype; `sinks` likewise
+    mask:          [1 or B, 1 or H_q, S, all tokens or more], bool (True takes part) or float (added), or None: causal,
+                   the last query seeing every token, or everything if not `causal`
+    softcap:       scores become softcap * tanh(scores / softcap), before the mask
+    s_aux:         [1 or B, H_q, 1 or S], one more logit per query that takes weight and gives nothing
+    lengths:       int32 [B], packed tokens of each sequence that count, if fewer than `packed_length`
+    total:         int64 [] on the device, tokens in all: of them all but at most `residual_length` are packed, in whole
+                   blocks, and keys and values are a ring (`tq_cache/static_parts.py`).  Takes one query, no sinks;
+                   `packed_length` is then the most that can be packed
+    path, splits:  for tests: another way to compute than the device's, a number of splits
+
+    Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
+    [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
-    batch, heads, head_dim = query.shape
-    kv_heads, blocks = key[0].shape[1:3]
-    group = heads // kv_heads
-    config = config or choose(value_bits)
-    splits = splits or choose_splits(config, batch * kv_heads, tokens, _multiprocessors(query.device))
-    partial = torch.empty(batch, kv_heads, splits, group, head_dim, device=query.device, dtype=torch.float32)
-    partial_lse = torch.empty(batch, kv_heads, splits, group, device=query.device, dtype=torch.float32)
-    out, lse = torch.empty_like(query), torch.empty(batch, heads, device=query.device, dtype=torch.float32)
-    _decode_split_kernel[splits, kv_heads, batch](
-        query, *key, *value[:2], value[-1], partial, partial_lse, _strides(*key, *value[:2]), tokens, blocks,
-        softmax_scale * LOG2E, GROUP=group, HEAD_DIM=head_dim, KEY_BITS=key_bits, VALUE_BITS=value_bits,
-        KEY_TABLE=key_table, VALUE_TABLE=value_table, ZERO=len(value) == 3, TILE=config.tile,
-        COLUMNS=8 if group <= 8 and fp8 else 16, TERMS=2 if fp8 else 1, FP8=fp8, MASKED=blocks * 64 < config.tile,
-        WARPS=config.warps, num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
+    _check(query, key, value, keys, values, packed_length, mask, total)
+    batch, heads, queries, _ = query.shape
+    kv_heads, tail = keys.shape[1:3]
+    path = path or choose_path(query.dtype, _capability(query.device))
+    pairs, columns = batch * kv_heads, heads // kv_heads * queries
+    config = choose(value.coding.bits, path.compute == torch.float8_e4m3fn)
+    splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
+    sinks = sinks if sinks is not None and sinks[0].shape[2] else None
+    masked = _describe(mask, batch, heads, queries)
+    flags = (softcap is not None, causal and mask is None and queries > 1, masked.kind)
+    plan = _plan(
+        query.device, query.dtype, (batch, heads, kv_heads, queries, query.shape[3], values.shape[3]), key.coding.code,
+        value.coding.code, flags, splits, tail_splits, sinks is not None, path, config,
+        key.capacity < config.tile, tail < queries - 1, tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
     )  # fmt: skip
-    _decode_merge_kernel[(batch * heads,)](
-        partial, partial_lse, partial if rotation is None else rotation, out, lse, splits, HEAD_DIM=head_dim,
-        CHANNELS=triton.next_power_of_2(head_dim), GROUP=group, SPLITS=triton.next_power_of_2(splits),
-        ROTATE=rotation is not None, num_warps=4,
+    new, all_splits = query.new_empty, splits + tail_splits + (sinks is not None)
+    work = (
+        new(plan.rows, plan.width, dtype=path.compute),
+        new(plan.rows, 1 + plan.constants[0]["COLUMNS"], dtype=torch.float32),
+        new(pairs, all_splits, columns, values.shape[3], dtype=torch.float32),
+        new(pairs, all_splits, columns, dtype=torch.float32),
+    )
+    now = (total, residual_length, scaling * LOG2E.value, softcap or 0.0)
+    _launch_prepare(plan, work, query, key, (keys, values), sinks, masked, now, packed_length, splits)
+    if splits:
+        _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed_length, tail, all_splits - splits)
+    return _launch_merge(plan, work, query, value, s_aux, splits, all_splits)
+
+
+def _launch_prepare(plan, work, query, key, tail, sinks, masked, now, packed, splits):
+    total, residual, scaling, softcap = now
+    strides = (*(x.stride()[:3] for x in (query, *tail, *(sinks or tail))), masked.strides)
+    sizes, slots = (0 if sinks is None else sinks[0].shape[2], residual), None if total is None else tail[0].shape[2]
+    space = (key.rotation, key.smooth, key.center)
+    arguments = (
+        query, key.factors[0], space, tail, sinks, masked.tensor, total, slots, work, sizes, splits, tail[0].shape[2],
+        packed, (scaling, softcap), strides,
     )  # fmt: skip
+    present = aligned(query, *space, *tail, *(sinks or ()), masked.tensor, total)
+    mask_type = None if masked.tensor is None else masked.tensor.dtype
+    key_ = (plan.number, strides, sizes, slots, present, mask_type)
+    launch(decode_prepare_kernel, key_, plan.grids[0], arguments, plan.constants[0], **plan.options[0])
+
+
+def _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed, tail, others):
+    total, residual, _, softcap = now
+    sides = (key.packed, *key.factors), (value.packed, *value.factors)
+    strides = (*(x.stride()[:2] for side in sides for x in side[:2]), masked.strides)
+    sizes = (0 if sinks is None else sinks[0].shape[2], residual)
+    arguments = (
+        work, *sides, masked.tensor, lengths, total, packed, key.packed.shape[2], others, tail, sizes, softcap, strides
+    )  # fmt: skip
+    mask_type = None if masked.tensor is None else masked.tensor.dtype
+    key_ = (plan.number, strides, sizes, len(sides[1]), aligned(masked.tensor, lengths, total), mask_type)
+    launch(_decode_split_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
+
+
+def _launch_merge(plan, work, query, value, s_aux, splits, all_splits):
+    batch, heads, queries, _ = query.shape
+    out = query.new_empty(batch, heads, queries, work[2].shape[3])
+    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    s_aux = None if s_aux is None else s_aux.expand(*lse.shape)
+    strides = (0, 0, 0) if s_aux is None else s_aux.stride()
+    rotation, center = (value.rotation, value.center) if splits else (None, None)
+    arguments = (work[2], work[3], rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
+    key = (plan.number, strides, aligned(rotation, center, s_aux), None if s_aux is None else s_aux.dtype)
+    launch(_decode_merge_kernel, key, plan.grids[2], arguments, plan.constants[2], **plan.options[2])
     return out, lse
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides over sequences and KV heads; all further dimensions are contiguous."""
-    return tuple(stride for t in tensors for stride in t.stride()[:2])
+def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
+    """Splits of the packed tokens and of the tail."""
+    programs, available = pairs * triton.cdiv(columns, _columns(columns, path)), _multiprocessors(device)
+    if not packed:
+        splits = 0
+    elif splits is None:
+        splits = choose_splits(config, programs, packed, available)
+    most = MAX_EXACT_SPLITS if packed else max(MAX_EXACT_SPLITS, min(8 * available // programs, 128))
+    return splits, min(triton.cdiv(tail, EXACT_TILE.value), most)
 
 
+def _columns(columns, path):
+    """Query columns of a tile."""
+    return 8 if columns <= 8 and path.compute == torch.float8_e4m3fn else 16
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, small,
+    causal_packed, long,
+):  # fmt: skip
+    """The plan; `small`: room for fewer packed tokens than a tile has, `long`: a tail of many tiles."""
+    batch, heads, kv_heads, queries, dim, value_dim = sizes
+    fp8, columns = path.compute == torch.float8_e4m3fn, heads // kv_heads * queries
+    tile, terms = _columns(columns, path), 2 if fp8 else 1
+    tiles, others = triton.cdiv(columns, tile), tail_splits + has_sinks
+    shared = dict(DIMS=(dim, value_dim), GROUP=heads // kv_heads, QUERIES=queries, COLUMNS=tile, TERMS=terms)
+    prepare = dict(BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision)
+    split = dict(
+        KEY=key_code, VALUE=value_code, FLAGS=(flags[0], flags[1] and causal_packed, flags[2]),
+        COMPUTE=DTYPES[path.compute], PTX=path.ptx, PRECISION=path.precision,
+        LAUNCH=(config.tile, config.warps, small, config.stages),
+    )  # fmt: skip
+    all_splits = triton.next_power_of_2(splits + others)
+    merge = dict(DIM=value_dim, GROUP=heads // kv_heads, QUERIES=queries, SPLITS=all_splits)
+    registers = {"maxnreg": config.registers} if config.registers and path.ptx else {}
+    return _Plan(
+        next(_NUMBERS),
+        batch * kv_heads * tiles,
+        parts(key_code[0]) * terms * tile * part_width(dim, key_code[0]),
+        (
+            (1 + others, kv_heads * tiles, batch),
+            (splits, kv_heads * tiles, batch),
+            (batch * heads * queries, 1, 1),
+        ),
+        (prepare | shared, split | shared, merge),
+        (
+            dict(num_warps=8, num_stages=3 if long and dtype != torch.float32 else 1),
+            dict(num_warps=config.warps, num_stages=config.stages, **registers),
+            dict(num_warps=4),
+        ),
+    )  # fmt: skip
+
+
+def _describe(mask, batch, heads, queries):
+    if mask is None:
+        return _Mask(None, (0, 0, 0, 0), NO_MASK.value)
+    kind = ROW_MASK if mask.shape[1] == 1 and queries == 1 else FULL_MASK
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    mask = mask.expand(batch, heads, queries, mask.shape[3])
+    return _Mask(mask, mask.stride(), kind.value)
+
+
+def _check(query, key, value, keys, values, packed_length, mask, static):
+    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
+    key.check(packed_length)
+    value.check(packed_length)
+    batch, heads, queries, dim = query.shape
+    kv_heads, tail = keys.shape[1:3]
+    if not 0 < queries <= MAX_QUERIES:
+        raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; prefill takes more")
+    if heads % kv_heads or keys.shape != (batch, kv_heads, tail, dim) or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"expected keys [{batch}, a divisor of {heads}, n, {dim}] and values that differ at most in head_dim, "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
+    held = (*key.packed.shape[:2], key.head_dim, *value.packed.shape[:2], value.head_dim)
+    if held != (batch, kv_heads, dim, batch, kv_heads, values.shape[3]):
+        raise ValueError(
+            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values.shape[3]}, "
+            f"got {list(held[:3])} and {list(held[3:])}"
+        )
+    if keys.dtype != query.dtype or values.dtype != query.dtype or query.dtype not in QUERY_DTYPES:
+        raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {query.dtype}, {keys.dtype}, {values.dtype}")
+    if any(x.stride(-1) != 1 for x in (query, keys, values)):
+        raise ValueError("expected query, keys and values whose last dimension is contiguous")
+    if static is not None and (queries > 1 or tail % BLOCK_TOKENS.value):
+        raise ValueError(f"expected one query and a ring of whole blocks with total, got {queries} and {tail} slots")
+    total = packed_length + tail if static is None else 1
+    if mask is not None and (mask.dim() != 4 or mask.shape[2] != queries or mask.shape[3] < total):
+        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask.shape)}")
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else None
+
+
+@lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

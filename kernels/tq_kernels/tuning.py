@@ -14,18 +14,22 @@ class Config:
     registers: int | None = None  # limit per thread
 
 
-# By bits of a value: its rows are decoded in 1, 2 or 4 parts, of which each needs 64 tokens (wgmma's least M).
+# By bits of a value.  A tile has one block of values or two.
 DECODE = {
     8: Config(64, 4, 3, 3),
     4: Config(128, 4, 3, 4, 128),
-    3: Config(256, 4, 3, 3, 168),
-    2: Config(256, 4, 3, 4, 128),
+    3: Config(128, 4, 3, 4, 128),
+    2: Config(128, 4, 3, 5, 96),
 }
 
 
-def choose(value_bits: int) -> Config:
-    """The launch parameters for values of `value_bits`."""
-    return DECODE[value_bits]
+# Without fp8 dots: decoded rows of 16 or 32 bits go through shared memory (64 KiB on sm_75); not measured.
+DECODE_SOFTWARE = dict.fromkeys((8, 4, 3, 2), Config(64, 4, 1, 3))
+
+
+def choose(value_bits: int, fp8: bool = True) -> Config:
+    """The launch parameters for values of `value_bits`, for fp8 dots or others."""
+    return (DECODE if fp8 else DECODE_SOFTWARE)[value_bits]
 
 
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:

@@ -1,0 +1,158 @@
+"""A decode step of a whole model, by cache, eager and compiled: milliseconds, tokens a second, bytes.
+
+    python benchmarks/generate.py --out benchmarks/results/generate_h200.json
+
+Models have the shape of Llama-3.1-8B, Llama-3.2-1B or Qwen3-0.6B and random weights in bfloat16.  Caches are filled with
+random keys and values (a step does not care which), steps are timed one by one with the device waited for, and the
+median counts.  `--prefill` also runs a real prompt of that length through the model, for the time to the first token
+and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from measure import copy_gb_s, write
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config, StaticCache
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+from tq_cache import TurboQuantCache
+
+LLAMA = dict(vocab_size=128256, max_position_embeddings=140000, num_key_value_heads=8, num_attention_heads=32)
+MODELS = {
+    "llama-8b": (
+        LlamaForCausalLM,
+        LlamaConfig(**LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    ),
+    "llama-1b": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3-0.6b": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128,
+            num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=140000, tie_word_embeddings=True,
+        ),
+    ),
+}  # fmt: skip
+SHAPES = ((1, 1024), (1, 32768), (8, 32768), (1, 131072), (32, 4096))
+EXTRA = 64  # tokens of room behind the context, and steps at most
+
+
+def make_model(name: str) -> torch.nn.Module:
+    kind, config = MODELS[name]
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = kind(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def make_cache(name: str, mode: str, config: PretrainedConfig, tokens: int) -> tuple[object, str]:
+    """A cache, and the attention function that goes with it."""
+    room = tokens + EXTRA
+    if name == "DynamicCache":
+        return DynamicCache(config=config), "sdpa"
+    if name == "StaticCache":
+        return StaticCache(config=config, max_cache_len=room), "sdpa"
+    return TurboQuantCache(config, name, max_cache_len=room if mode == "compiled" else None), "turboquant"
+
+
+def fill(cache, config: PretrainedConfig, batch: int, tokens: int) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
+        shape = (batch, config.num_key_value_heads, tokens, head_dim)
+        keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        cache.update(keys, values, layer)
+
+
+def cache_bytes(cache) -> int:
+    if isinstance(cache, TurboQuantCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def step_ms(model, cache, mode: str, batch: int, tokens: int, steps: int) -> float:
+    """Median milliseconds of one step: one token per sequence, without sampling."""
+    run = model.get_compiled_call(None) if mode == "compiled" else model
+    ids, times = torch.randint(0, 1000, (batch, 1), device="cuda"), []
+    for step in range(steps + 5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        position = torch.full((batch, 1), tokens + step, device="cuda")
+        with torch.inference_mode(mode != "compiled"), torch.no_grad():
+            run(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[5:])
+
+
+def prefill(model, cache, batch: int, tokens: int) -> tuple[float, int]:
+    """Milliseconds of a prompt, and the peak of memory above what was held before."""
+    ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
+    with torch.inference_mode():
+        model(input_ids=ids[:, :256], past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, start = torch.cuda.memory_allocated(), time.perf_counter()
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start), torch.cuda.max_memory_allocated() - held
+
+
+def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy: float) -> dict:
+    config = model.config
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    ttft = peak = None
+    cache, attention = make_cache(name, mode, config, tokens)
+    model.set_attn_implementation(attention)
+    if options.prefill:
+        ttft, peak = prefill(model, cache, batch, tokens)
+    else:
+        fill(cache, config, batch, tokens)
+    size = cache_bytes(cache)
+    ms = step_ms(model, cache, mode, batch, tokens, options.steps)
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    row = dict(model=options.model, cache=name, mode=mode, batch=batch, tokens=tokens, ms_per_step=round(ms, 3))
+    row |= dict(tokens_per_s=round(1e3 * batch / ms, 1), ttft_ms=ttft and round(ttft, 1), cache_bytes=size)
+    row |= dict(peak_bytes=peak, floor_ms=round((weights + size) / copy / 1e6, 3))
+    print(f"{options.model:10} {batch:3} x {tokens:7,}  {name:12} {mode:8} {ms:8.2f} ms  floor {row['floor_ms']:6.2f} ms  "
+          f"{row['tokens_per_s']:8.1f} tokens/s  {size / 2**30:6.2f} GiB"
+          + (f"  first token {ttft:8.1f} ms, peak {peak / 2**30:.2f} GiB" if ttft else ""), flush=True)  # fmt: skip
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-8b")
+    parser.add_argument("--shapes", nargs="*", default=[f"{batch}x{tokens}" for batch, tokens in SHAPES])
+    parser.add_argument("--eager", nargs="*", default=["DynamicCache", "4bit_nc"])
+    parser.add_argument("--compiled", nargs="*", default=["StaticCache", "4bit_nc"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prefill", action="store_true", help="fill caches by a real prompt")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    model, copy, rows = make_model(options.model), copy_gb_s(), []
+    caches = [(name, "eager") for name in options.eager] + [(name, "compiled") for name in options.compiled]
+    for shape, (name, mode) in itertools.product(options.shapes, caches):
+        batch, tokens = map(int, shape.split("x"))
+        try:
+            rows.append(measure(model, options, batch, tokens, name, mode, copy))
+        except torch.OutOfMemoryError:
+            print(f"{options.model:10} {shape:12} {name:12} {mode:8} out of memory", flush=True)
+        write(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Codes to packed words, and packed words to memory (the bits are drawn in `tq_cache/packing.py`).
+
+A word of a packed row of n codes holds codes part * n / PARTS + 4 * word + i, i = 0..3, of all PARTS parts of the row.
+Rows (tokens) of values and columns (channels) of keys are ordered so that the codes of one word meet in one thread or
+in neighbouring lanes.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import parts
+from .states import BLOCK_TOKENS
+
+_BLOCK = tl.constexpr(BLOCK_TOKENS)
+
+
+@triton.jit
+def column_place(column, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """(part, word, i) of columns of keys."""
+    WORDS: tl.constexpr = WIDTH // (4 * PARTS)
+    part = column // (WIDTH // PARTS)
+    word = column // 2 % 4 * (WORDS // 4) + column // 8 % (WORDS // 4)
+    return part, word, column // (2 * WORDS) % 2 * 2 + column % 2
+
+
+@triton.jit
+def column_channel(column, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Channel of columns of keys, DIM where there is none."""
+    part, word, i = column_place(column, WIDTH, PARTS)
+    return tl.where(word < DIM // (4 * PARTS), part * (DIM // PARTS) + 4 * word + i, DIM)
+
+
+@triton.jit
+def row_place(row, BITS: tl.constexpr, ROTATED: tl.constexpr):
+    """(part, word, i) of rows of values."""
+    if ROTATED:
+        if BITS == 4:
+            return row // 8 % 2, row // 16 * 2 + row // 4 % 2, row % 4
+        else:
+            return row // 8 % 2 * 2 + row // 4 % 2, row // 16, row % 4
+    elif BITS == 4:
+        return row // 32, row % 8, row // 8 % 4
+    else:
+        return row // 16, row // 2 % 4, row // 8 % 2 * 2 + row % 2
+
+
+@triton.jit
+def _place(index, sign, part, i, BITS: tl.constexpr, PLANE: tl.constexpr):
+    """What codes put into their word of a plane (drawn in `tq_cache/packing.py`), all else zero."""
+    if BITS == 4:
+        return (index << (16 * part + 4 * i)) | (sign << (8 * i + 7 - 4 * part))
+    else:
+        even = part % 2 == 0
+        if BITS == 2:
+            return (index | (sign << 1)) << (part // 2 * 16 + part % 2 * 2 + 4 * i)
+        elif PLANE == 0:
+            return index << (part // 2 * 16 + part % 2 * 2 + 4 * i)
+        else:
+            return sign << (part // 2 * 8 + 4 * (i % 2) + tl.where(even, 2 - i // 2, i // 2 * 3))
+
+
+@triton.jit
+def _sum_columns(x, PARTS: tl.constexpr):
+    """[R, WIDTH] in the order of `column_place` to words [R, words]."""
+    WORDS: tl.constexpr = x.shape[1] // (4 * PARTS)
+    x = tl.sum(x.reshape(x.shape[0], PARTS, 2, WORDS // 4, 4, 2), 5)
+    x = tl.sum(tl.sum(x, 1), 1)
+    return x.permute(0, 2, 1).reshape(x.shape[0], WORDS)
+
+
+@triton.jit
+def _sum_rows(x, BITS: tl.constexpr, ROTATED: tl.constexpr):
+    """[64, N] in the order of `row_place` to words [words, N]."""
+    N: tl.constexpr = x.shape[1]
+    if ROTATED:
+        if BITS == 4:
+            return tl.sum(tl.sum(x.reshape(4, 2, 2, 4, N), 1), 2).reshape(8, N)
+        else:
+            return tl.sum(tl.sum(tl.sum(x.reshape(4, 2, 2, 4, N), 1), 2), 1)
+    elif BITS == 4:
+        return tl.sum(x.reshape(8, 8, N), 0)
+    else:
+        return tl.sum(tl.sum(x.reshape(8, 4, 2, N), 0), 1)
+
+
+@triton.jit
+def store_key_plane(block, index, sign, token, valid, BITS: tl.constexpr, DIM: tl.constexpr, PLANE: tl.constexpr):
+    """Write one plane of codes of keys; each token has a row of its own."""
+    PARTS: tl.constexpr = parts(BITS)
+    ROW: tl.constexpr = DIM // (4 * PARTS)
+    TYPE: tl.constexpr = tl.int16 if PLANE else tl.int32
+    part, _, i = column_place(tl.arange(0, index.shape[1]), index.shape[1], PARTS)
+    words = _sum_columns(_place(index, sign, part[None, :], i[None, :], BITS, PLANE), PARTS)
+    word = tl.arange(0, words.shape[1])[None, :]
+    base = (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE))
+    tl.store(base + (token % _BLOCK)[:, None] * ROW + word, words.to(TYPE), mask=valid[:, None] & (word < ROW))
+
+
+@triton.jit
+def store_value_plane(
+    block, index, sign, number, token, start, end,
+    BITS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PLANE: tl.constexpr,
+):  # fmt: skip
+    """Write one plane of codes of a block of values; bits of tokens before `start` stay."""
+    TYPE: tl.constexpr = tl.int16 if PLANE else tl.int32
+    part, _, i = row_place(tl.arange(0, 64), BITS, ROTATED)
+    words = _sum_rows(_place(index, sign, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
+    channel, word = tl.arange(0, words.shape[1])[None, :], tl.arange(0, words.shape[0])[:, None]
+    base = (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE)) + channel * words.shape[0] + word
+    mask = (channel < DIM) & (number * _BLOCK + 0 * word < end)
+    if number * _BLOCK < start:
+        ONES: tl.constexpr = (1 << (BITS - 1)) - 1
+        before = (token < start).to(tl.int32)[:, None]
+        kept = _sum_rows(_place(before * ONES, before, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
+        words = (words & ~kept) | (tl.load(base, mask=mask, other=0).to(tl.int32) & kept)
+    tl.store(base, words.to(TYPE), mask=mask)

@@ -1,0 +1,125 @@
+"""Prefill's way into the space of the packed keys, and out of that of the packed values.
+
+Queries are scaled, smoothed and rotated as the keys were; outputs over spans of packed tokens are joined and rotated
+back.  A rotation is read some rows at a time, so that it needs little shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import parts
+from .scores import LOG2E
+from .unpack import channels, key_channels, width
+
+
+@triton.jit
+def _rotate_add(x, matrix, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x @ matrix, [K, C]: rows of a rotation or of its transpose, each of elements of one size and zeros.
+
+    In float16 they become +-1, so that only `x` is rounded.
+    """
+    if COMPUTE == tl.float32:
+        return tl.dot(x, matrix, acc, input_precision=PRECISION)
+    else:
+        size = tl.maximum(tl.max(tl.abs(matrix), 1), 1e-30)
+        return tl.dot((x * size[None, :]).to(COMPUTE), (matrix / size[:, None]).to(COMPUTE), acc)
+
+
+@triton.jit
+def _weights(lses, index, inside):
+    """From the log-sum-exps of spans, what each counts, [M], their sum, and the log-sum-exp of all."""
+    parts_, peak = (), tl.full(index.shape, -1e30, tl.float32)
+    for i in tl.static_range(len(lses)):
+        parts_ = parts_ + (tl.load(lses[i] + index, mask=inside, other=0),)
+        peak = tl.maximum(peak, parts_[i])
+    weights, total = (), tl.zeros(index.shape, tl.float32)
+    for i in tl.static_range(len(lses)):
+        weights = weights + (tl.exp2((parts_[i] - peak) * LOG2E),)
+        total += weights[i]
+    lse = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)) / LOG2E, float("-inf"))
+    return weights, tl.maximum(total, 1e-30), lse
+
+
+@triton.jit
+def _weighted(outs, weights, total, index, inside, channel, DIM: tl.constexpr):
+    """Sum of some channels of spans' outputs, float32 [M, channels]."""
+    x = tl.zeros((index.shape[0], channel.shape[0]), tl.float32)
+    used = inside[:, None] & (channel < DIM)[None, :]
+    for i in tl.static_range(len(outs)):
+        out = tl.load(outs[i] + index[:, None] * DIM + channel[None, :], mask=used, other=0)
+        x += out.to(tl.float32) * (weights[i] / total)[:, None]
+    return x
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def prefill_query_kernel(
+    query, rotation, smooth, center, rotated, offset, count, rows, factor, strides,
+    DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """One program = M queries of one query head, times `factor`, brought into the space of the key codes.
+
+    rotated [B, H_q, rows, columns as in `load_keys`]: zeros behind the last query.  `offset` [B, H_q, rows] gets the
+    product with the centre of the keys.
+    """
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pair = batch * (tl.num_programs(1) // GROUP) + head // GROUP
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    index = (batch * tl.num_programs(1) + head) * rows + row
+    source, valid = key_channels(DIM, BITS)
+    query += batch * strides[0] + head * strides[1] + row[:, None].to(tl.int64) * strides[2]
+    STEP: tl.constexpr = width(DIM, BITS) * parts(BITS) if rotation is None else K  # all columns, or K at a time
+    x = tl.zeros((M, width(DIM, BITS) * parts(BITS)), tl.float32)
+    product = tl.zeros((M,), tl.float32)
+    for first in tl.range(0, DIM, STEP):
+        channel = first + tl.arange(0, STEP)
+        q = tl.load(query + channel[None, :], mask=(row < count)[:, None] & (channel < DIM)[None, :], other=0)
+        q = q.to(tl.float32) * factor
+        if center is not None:
+            product += tl.sum(q * tl.load(center + pair * DIM + channel, mask=channel < DIM, other=0)[None, :], 1)
+        if smooth is not None:
+            q *= tl.load(smooth + pair * DIM + channel, mask=channel < DIM, other=0)[None, :]
+        if rotation is not None:
+            used = valid[None, :] & (channel < DIM)[:, None]
+            matrix = tl.load(rotation + source[None, :] * DIM + channel[:, None], mask=used, other=0)
+            x = _rotate_add(q, matrix, x, rotated.dtype.element_ty, PRECISION)
+        else:
+            x = q
+    if center is not None:
+        tl.store(offset + index, product, mask=row < rows)
+    place = index[:, None] * x.shape[1] + tl.arange(0, x.shape[1])[None, :]
+    tl.store(rotated + place, x.to(rotated.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def prefill_merge_kernel(
+    outs, lses, rotation, center, out, out_lse, rows,
+    DIM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One program = M queries of one query head: joins spans, and undoes rotation and centre of the values.
+
+    outs: each [B, H_q, rows, D_v]; lses: each [B, H_q, rows], as are `out` and `out_lse`.  Never in place: one warp
+    would write a log-sum-exp that another has yet to read.
+    """
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, channels(DIM))
+    inside = row < rows
+    index = (batch * tl.num_programs(1) + head) * rows + row
+    weights, total, lse = _weights(lses, index, inside)
+    if rotation is None:
+        x = _weighted(outs, weights, total, index, inside, column, DIM)
+    else:
+        x = tl.zeros((M, channels(DIM)), tl.float32)
+        for first in tl.range(0, DIM, K):
+            channel = first + tl.arange(0, K)
+            used = (channel < DIM)[:, None] & (column < DIM)[None, :]
+            matrix = tl.load(rotation + channel[:, None] * DIM + column[None, :], mask=used, other=0)
+            y = _weighted(outs, weights, total, index, inside, channel, DIM)
+            x = _rotate_add(y, matrix, x, out.dtype.element_ty, PRECISION)
+    if center is not None:
+        center += (batch * (tl.num_programs(1) // GROUP) + head // GROUP) * DIM
+        c = tl.load(center + column, mask=column < DIM, other=0)
+        x += tl.where((lse != float("-inf"))[:, None], c[None, :], 0)
+    used = inside[:, None] & (column < DIM)[None, :]
+    tl.store(out + index[:, None] * DIM + column[None, :], x.to(out.dtype.element_ty), mask=used)
+    tl.store(out_lse + index, lse, mask=inside)

@@ -1,0 +1,252 @@
+"""Quantise on update: rotate, scale, code, pack and store keys and values, in one launch, in place."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .codes import float8_codes, gaussian_codes, uniform_codes
+from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane
+from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
+from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, States
+
+LOOP = 4  # blocks of a program, where there are enough of them
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+_BLOCK = tl.constexpr(BLOCK_TOKENS)
+_PER_HEAD, _MIN_MAX = tl.constexpr(PER_HEAD), tl.constexpr(MIN_MAX)
+
+
+@triton.jit
+def _plain(x, center, smooth, channel, DIM: tl.constexpr):
+    """x [64, WIDTH], not rotated: float32, centred and smoothed."""
+    x = x.to(tl.float32)
+    if center is not None:
+        x -= tl.load(center + channel, mask=channel < DIM, other=0.0)[None, :]
+    if smooth is not None:
+        x /= tl.load(smooth + channel, mask=channel < DIM, other=1.0)[None, :]
+    return x
+
+
+@triton.jit
+def _float8_blocks(
+    side, strides, start, end, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_blocks`, for codes of 8 bits: a byte each, nothing to put together."""
+    x, packed, _, _, center, smooth, head_scale, _ = side
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
+    pair = batch * tl.num_programs(1) + head
+    x += batch * strides[0] + head * strides[1]
+    packed += batch * strides[3] + head * strides[4]
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
+    factor = tl.load(head_scale + pair)
+    row, channel = tl.arange(0, 64), tl.arange(0, triton.next_power_of_2(DIM))
+    for step in tl.range(0, LOOP, num_stages=1):
+        number = start // _BLOCK + tl.program_id(0) * LOOP + step
+        token = number * _BLOCK + row
+        valid = (token >= start) & (token < end)
+        rows = _plain(load_rows(x, strides[2], token - start, valid, channel, DIM), center, smooth, channel, DIM)
+        codes = float8_codes(rows, factor, CODING[4], NATIVE).to(tl.uint8)
+        block = packed + number.to(tl.int64) * (_BLOCK * DIM)
+        if VALUE:
+            inside = (channel < DIM)[:, None] & valid[None, :]
+            tl.store(block + channel[:, None] * _BLOCK + row[None, :], tl.trans(codes), mask=inside)
+        else:
+            inside = valid[:, None] & (channel < DIM)[None, :]
+            tl.store(block + row[:, None] * DIM + channel[None, :], codes, mask=inside)
+
+
+@triton.jit
+def quantize_blocks(
+    side, strides, start, end, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
+    DTYPE: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, NATIVE: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Blocks program_id(0) * LOOP .. of keys or of values, counted from that of token `start`."""
+    if CODING[0] == 8:
+        _float8_blocks(side, strides, start, end, CODING, DIM, VALUE, NATIVE, LOOP)
+    else:
+        _coded_blocks(
+            side, strides, start, end, CODING, DIM, VALUE, DTYPE, TERMS, PRECISION, PTX, LOOP, STAGES
+        )  # fmt: skip
+
+
+@triton.jit
+def _coded_blocks(
+    side, strides, start, end, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
+    DTYPE: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_blocks`, for codes of 4, 3 or 2 bits with a scale per token."""
+    x, packed, scale, zero, center, smooth, _, rotation = side
+    BITS: tl.constexpr = CODING[0]
+    WIDTH: tl.constexpr = max(64, triton.next_power_of_2(DIM))
+    PARTS: tl.constexpr = parts(BITS)
+    ROTATED: tl.constexpr = CODING[1] != _MIN_MAX
+    HALVES: tl.constexpr = ROTATED and (DIM == 64 or DIM == 128)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
+    pair = batch * tl.num_programs(1) + head
+    x += batch * strides[0] + head * strides[1]
+    packed += batch * strides[3] + head * strides[4]
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
+    row, column = tl.arange(0, 64), tl.arange(0, WIDTH)
+    if VALUE:
+        part, word, i = row_place(row, BITS, ROTATED)
+        row = part * (_BLOCK // PARTS) + 4 * word + i
+    elif ROTATED:
+        column = column_channel(column, DIM, WIDTH, PARTS)
+    inside = None
+    if WIDTH != DIM:
+        inside = (column < DIM)[None, :]
+    if HALVES:
+        half, half_column = tl.arange(0, DIM // 2), tl.arange(0, DIM // 2)
+        if not VALUE:
+            half_column = column_channel(half, DIM, WIDTH, PARTS)
+        low = matrix_terms(rotation, smooth, half, half_column, DIM, DTYPE, TERMS)
+        high = matrix_terms(rotation, smooth, half + DIM // 2, half_column, DIM, DTYPE, TERMS)
+        centers = rotated_center(center, low, half, DIM), rotated_center(center, high, half + DIM // 2, DIM)
+    for step in tl.range(0, LOOP, num_stages=STAGES):
+        number = start // _BLOCK + tl.program_id(0) * LOOP + step
+        token = number * _BLOCK + row
+        valid = (token >= start) & (token < end)
+        block = packed + number.to(tl.int64) * (8 * DIM * BITS)
+        if HALVES:
+            r = rotate_halves(x, strides[2], token - start, valid, (low, high), centers, DIM, PRECISION)
+        elif ROTATED:
+            held = (center, smooth, rotation)
+            r = rotate_whole(x, strides[2], token - start, valid, held, column, DIM, DTYPE, TERMS, PRECISION)
+        else:
+            r = _plain(load_rows(x, strides[2], token - start, valid, column, DIM), center, smooth, column, DIM)
+        if ROTATED:
+            index, sign, factor = gaussian_codes(r, inside, CODING, DIM, DTYPE, PTX)
+        else:
+            index, sign, factor, middle = uniform_codes(r, inside, CODING)
+            tl.store(zero + batch * strides[7] + head * strides[8] + token, middle, mask=valid)
+        tl.store(scale + batch * strides[5] + head * strides[6] + token, factor, mask=valid)
+        for plane in tl.static_range(2 if BITS == 3 else 1):
+            if VALUE:
+                store_value_plane(block, index, sign, number, token, start, end, BITS, DIM, ROTATED, plane)
+            else:
+                store_key_plane(block, index, sign, token, valid, BITS, DIM, plane)
+
+
+@triton.jit(do_not_specialize=["start", "end"])
+def _quantize_kernel(
+    key, value, key_strides, value_strides, start, end,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DTYPE: tl.constexpr, KEY_TERMS: tl.constexpr, VALUE_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    PTX: tl.constexpr, NATIVE: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys or values by the last axis of the grid; `start` and `end` are tokens of the packed states."""
+    if tl.program_id(2) % 2 == 0:
+        if KEY is not None:
+            quantize_blocks(
+                key, key_strides, start, end, KEY, KEY_DIM, False, DTYPE, KEY_TERMS, PRECISION, PTX, NATIVE,
+                LOOP, STAGES,
+            )  # fmt: skip
+    else:
+        if VALUE is not None:
+            quantize_blocks(
+                value, value_strides, start, end, VALUE, VALUE_DIM, True, DTYPE, VALUE_TERMS, PRECISION, PTX, NATIVE,
+                LOOP, STAGES,
+            )  # fmt: skip
+
+
+def quantize(
+    key: States | None, value: States | None, keys: torch.Tensor | None, values: torch.Tensor | None, start: int
+) -> None:
+    """Quantise `keys` [B, H_kv, T, D] and `values` [B, H_kv, T, D_v] into tokens start .. start + T; one launch.
+
+    keys, values: bfloat16, float16 or float32, any strides but 1 in the last dimension; either pair may be None
+    key, value:   written in place.  Packed bits, scales and zeros of tokens before `start` stay; bits beyond start + T
+                  in the last block are undefined.
+
+    A vector with NaN or inf gets a NaN scale (float8: such elements become NaN) and spoils no other.  Where vectors are
+    rotated, elements beyond 2**50 are not cut off as the reference does, and those beyond 2**96 count as inf.  Raises
+    ValueError, before anything is written, if shapes, dtypes or strides do not fit.
+    """
+    pairs = [(s, x) for s, x in ((key, keys), (value, values)) if s is not None or x is not None]
+    for states, x in pairs:
+        _check(states, x, pairs[0][1], start)
+    if not pairs or pairs[0][1].shape[2] == 0:
+        return
+    batch, heads, tokens, _ = pairs[0][1].shape
+    blocks = triton.cdiv(start + tokens, BLOCK_TOKENS) - start // BLOCK_TOKENS
+    loop = LOOP if blocks * heads * batch >= 512 else 1
+    constants, options = choose(key, value, pairs[0][1].dtype, *target(pairs[0][1].device))
+    _quantize_kernel[(triton.cdiv(blocks, loop), heads, 2 * batch)](
+        _tensors(key, keys), _tensors(value, values), strides_of(key, keys), strides_of(value, values),
+        start, start + tokens, LOOP=loop, **constants, **options,
+    )  # fmt: skip
+
+
+def choose(
+    key: States | None, value: States | None, dtype: torch.dtype, backend: str, arch: int | str
+) -> tuple[dict, dict]:
+    """Constants but LOOP, and launch options, of the kernel."""
+    cuda = backend == "cuda"
+    tensor_cores = cuda and int(arch) >= 80 or backend == "hip"
+    exact = dtype != torch.float32 and tensor_cores  # 16-bit x is multiplied as it is
+    terms = [_terms(states) if exact else 1 for states in (key, value)]
+    width = max(states.head_dim for states in (key, value) if states is not None)
+    constants = dict(
+        KEY=None if key is None else tuple(key.coding), VALUE=None if value is None else tuple(value.coding),
+        KEY_DIM=0 if key is None else key.head_dim, VALUE_DIM=0 if value is None else value.head_dim,
+        DTYPE=DTYPES[dtype] if exact else tl.float32, KEY_TERMS=terms[0], VALUE_TERMS=terms[1],
+        PRECISION="tf32x3" if cuda and tensor_cores and not exact else "ieee",
+        PTX=cuda, NATIVE=cuda and int(arch) >= 90, STAGES=1 if not exact else 2 if 2 in terms else 3,
+    )  # fmt: skip
+    options: dict[str, int] = {"num_warps": 4 if width <= 128 else 8 if width <= 256 else 16}
+    if cuda and exact and width <= 128:
+        options["maxnreg"] = 168  # three programs a multiprocessor
+    return constants, options
+
+
+def _terms(states: States | None) -> int:
+    """How many 16-bit numbers add up to an element of M: +-1 is one, others need two."""
+    if states is None or states.rotation is None:
+        return 1
+    return 1 if states.smooth is None and states.head_dim & (states.head_dim - 1) == 0 else 2
+
+
+def _tensors(states: States | None, x: torch.Tensor | None) -> tuple:
+    return () if states is None else (x, *states[:7])
+
+
+def strides_of(states: States | None, x: torch.Tensor | None) -> tuple[int, ...]:
+    if states is None or x is None:
+        return ()
+    factors = [(0, 0) if factor is None else factor.stride()[:2] for factor in (states.scale, states.zero)]
+    return (*x.stride()[:3], *states.packed.stride()[:2], *factors[0], *factors[1])
+
+
+def _check(states: States | None, x: torch.Tensor | None, first: torch.Tensor | None, start: int) -> None:
+    """Raise ValueError unless x goes with the `first` one and fits into tokens start .. of the packed states."""
+    if states is None or x is None or first is None or first.dim() != 4:
+        raise ValueError("expected keys [B, H_kv, T, D] with key, and values with value, got one without the other")
+    wanted = (*states.packed.shape[:2], first.shape[2], states.head_dim)
+    if tuple(x.shape) != wanted or x.stride(3) != 1 or x.dtype != first.dtype or x.dtype not in DTYPES:
+        raise ValueError(
+            f"expected {list(wanted)} in {first.dtype}, one of {list(map(str, DTYPES))}, with stride 1 in the last "
+            f"dimension, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+        )
+    if start < 0:
+        raise ValueError(f"expected start >= 0, got {start}")
+    states.check(start + x.shape[2])
+
+
+@lru_cache
+def target(device: torch.device) -> tuple[str, int | str]:
+    """Triton's backend and architecture for `device`: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter", 0
+    found = triton.runtime.driver.active.get_current_target()
+    return found.backend, found.arch

@@ -1,0 +1,373 @@
+"""The decode kernels: in Triton's interpreter against `reference.attend`, compiled for every target, and on CUDA.
+
+`python tests/test_kernel_decode.py interpret NAME ...` and `... compile TARGET FULL` print a line per case.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
+
+from tq_cache import reference
+from tq_cache.presets import FORMATS, PRESETS, Preset
+from tq_cache.static_storage import StaticStorage
+from tq_cache.storage import LayerStorage
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache and a query for it."""
+
+    preset: str  # or "key format/value format"
+    tokens: int = 192  # packed ones, at most
+    group: int = 4
+    dim: int = 64
+    value_dim: int | None = None
+    batch: int = 2
+    heads: int = 1
+    queries: int = 1
+    tail: int = 0
+    sinks: int = 0
+    mask: str = ""  # "rows" (left padding), "full" or "float"
+    options: dict = field(default_factory=dict)
+    splits: int | None = 2
+
+    def view(self, device="cpu", dtype=torch.float32):
+        """What a storage holds; `tail` tokens more than whole blocks stay exact."""
+        generator = torch.Generator().manual_seed(self.tokens + self.dim)
+        storage = LayerStorage(_preset(self.preset), self.tail, self.sinks, "reference")
+        shape = (self.batch, self.heads, self.sinks + self.tokens + self.tail)
+        keys = torch.randn(*shape, self.dim, generator=generator) + 0.5
+        values = torch.randn(*shape, self.value_dim or self.dim, generator=generator) - 0.5
+        storage.append(keys.to(device, dtype), values.to(device, dtype))
+        return storage.view()
+
+    def query(self, device="cpu", dtype=torch.float32):
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.batch, self.heads * self.group, self.queries, self.dim)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def make_mask(self, length, device="cpu"):
+        if not self.mask:
+            return None
+        if self.mask == "rows":
+            start = 7 + 30 * torch.arange(self.batch, device=device)
+            mask = torch.arange(length, device=device) >= start[:, None]
+            return mask[:, None, None].expand(-1, 1, self.queries, -1)
+        generator = torch.Generator().manual_seed(2)
+        shape = (1, self.heads * self.group, self.queries, length)
+        noise = torch.randn(shape, generator=generator).to(device)
+        return noise > -0.5 if self.mask == "full" else noise
+
+    def make_options(self, device="cpu"):
+        options = dict(self.options)
+        if options.pop("s_aux", False):
+            options["sinks"] = torch.linspace(-1, 3, self.heads * self.group, device=device)[None, :, None]
+        return options
+
+
+def _preset(name):
+    if name in PRESETS:
+        return PRESETS[name]
+    key, value = name.split("/")
+    return Preset(name, FORMATS["key"][key], FORMATS["value"][value])
+
+
+FEATURES = {
+    "tail": Case("tq4", tail=40),
+    "sinks": Case("tq3", tail=70, sinks=5),
+    "padding": Case("tq4", tail=20, sinks=4, mask="rows"),
+    "full mask": Case("4bit_nc", tail=20, mask="full"),
+    "float mask": Case("tq3", tail=20, mask="float", queries=2),
+    "soft cap": Case("tq4", tail=20, options={"softcap": 2.0}),
+    "s_aux": Case("k8v4", tail=20, options={"s_aux": True}),
+    "queries": Case("tq4", tail=30, queries=5),
+    "queries, no tail": Case("tq2", tokens=128, queries=4),
+    "16 queries": Case("4bit_nc", tail=7, queries=16, group=3),
+    "all": Case("tq_k3v4", tail=30, sinks=3, queries=2, mask="full", options={"s_aux": True, "softcap": 3.0}),
+    "two widths": Case("tq4", dim=96, value_dim=64, tail=10),
+    "one token": Case("3bit_nc", tokens=1, splits=1),
+    "many splits": Case("3bit_nc", tokens=700, splits=5, batch=1),
+}
+KEYS, VALUES = ("fp8_e4m3", "nc4", "tq3", "tq2"), ("fp8_e4m3", "uniform4", "uniform3", "tq4", "tq3", "tq2")
+CASES = (
+    {f"{key}/{value}": Case(f"{key}/{value}", tokens=130, batch=1) for key in KEYS for value in VALUES}
+    | {"e5m2": Case("fp8_e5m2", tokens=130)}
+    | {f"group {group}": Case("tq4", group=group, batch=1) for group in (1, 7, 16)}
+    | {f"dim {dim} {preset}": Case(preset, dim=dim, tokens=130, batch=1)
+       for dim in (80, 96, 128, 256) for preset in ("tq4", "3bit_nc", "k8v4")}
+    | FEATURES
+)  # fmt: skip
+# In the interpreter: every number of bits, and every feature, once.
+FAST = ("e5m2", "nc4/uniform4", "tq3/uniform3", "tq2/tq2", "fp8_e4m3/tq3", "padding", "all", "queries", "one token")
+
+
+def run_kernel(case, view, query, mask, options, **choices):
+    """`decode` on a view, as the sheet of operations calls it, with other choices."""
+    from tq_kernels.decode import decode
+
+    from tq_cache.triton_backend import states_of
+
+    return decode(
+        query,
+        states_of(view.key),
+        states_of(view.value),
+        view.keys,
+        view.values,
+        packed_length=view.packed_length,
+        scaling=query.shape[-1] ** -0.5,
+        sinks=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        mask=mask,
+        softcap=options.get("softcap"),
+        s_aux=options.get("sinks"),
+        **{"splits": case.splits} | choices,
+    )
+
+
+def compare(case, device="cpu", dtype=torch.float32, **choices):
+    """Relative error of the output, and largest error of the log-sum-exp, against the reference in float64."""
+    view, query = case.view(device, dtype), case.query(device, dtype)
+    mask, options = case.make_mask(view.length, device), case.make_options(device)
+    expected, expected_lse = reference.attend(query.double(), view, mask, query.shape[-1] ** -0.5, **options)
+    out, lse = run_kernel(case, view, query, mask, options, **choices)
+    return relative_error(out, expected), (lse.double() - expected_lse).abs().max().item()
+
+
+def interpret(*names):
+    from tq_kernels.decode import Path
+
+    torch.set_num_threads(1)
+    for name in names:
+        print_line(name, "float32", *compare(CASES[name], path=Path(torch.float32)))
+        if name in ("e5m2", "all"):
+            print_line(name, "float16", *compare(CASES[name], path=Path(torch.float16)))
+
+
+# Preset, residual length, lengths of the chunks: packed and ring, ring alone, one that has wrapped, all exact.
+STATIC = (("tq4", 64, (100,)), ("3bit_nc", 128, (60,)), ("k8v4", 64, (200, 1, 1, 90)), ("4bit_nc", 512, (300,)))
+
+
+def static_storage(preset, residual_length, chunks, device="cpu", dtype=torch.float32, dim=64):
+    generator = torch.Generator().manual_seed(0)
+    storage = StaticStorage(PRESETS[preset], residual_length, 400, "reference")
+    for tokens in chunks:
+        keys, values = (torch.randn(2, 2, tokens, dim, generator=generator).to(device, dtype) for _ in range(2))
+        storage.append(keys + 0.3, values - 0.3)
+    return storage
+
+
+def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.float32):
+    """Relative error of attention over a preallocated layer, without and with a padding mask."""
+    from tq_cache.triton_backend import attend_static
+
+    storage = static_storage(preset, residual_length, chunks, device, dtype)
+    query = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    padding = torch.arange(400, device=device) >= torch.tensor([[0], [37]], device=device)
+    errors = []
+    for mask in (None, padding[:, None, None]):
+        expected = reference.attend_static(query.double(), storage.parts, mask, 0.125)
+        errors.append(relative_error(attend_static(query, storage.parts, mask, 0.125), expected))
+    return errors
+
+
+def interpret_static():
+    torch.set_num_threads(1)
+    for case in STATIC:
+        print_line(case[0], *compare_static(*case))
+
+
+def test_interpreted_static_layer_equals_reference():
+    pytest.importorskip("triton")
+    lines = run_script(__file__, "interpret_static", interpret=True)
+    assert [line[0] for line in lines] == [case[0] for case in STATIC]
+    assert all(error < 1e-5 for line in lines for error in line[1:]), lines
+
+
+def check_interpreted(names):
+    pytest.importorskip("triton")
+    lines = run_script(__file__, "interpret", *names, interpret=True)
+    assert {line[0] for line in lines} == set(names)
+    for name, compute, error, lse_error in lines:
+        limit = 1e-5 if compute == "float32" else 2e-3  # float16 keeps 11 bits of the query and of probabilities
+        assert error < limit and lse_error < 2 * limit, (name, compute, error, lse_error)
+
+
+def test_interpreted_equals_reference():
+    check_interpreted(FAST)
+
+
+@pytest.mark.slow
+def test_interpreted_equals_reference_in_all_cases():
+    check_interpreted([name for name in CASES if name not in FAST])
+
+
+# --- Compiled ---------------------------------------------------------------------------------------------------------
+
+PAIRS = (("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3", "uniform4"), ("nc4", "uniform4"),
+         ("nc3", "uniform3"), ("tq2", "tq2"))  # fmt: skip
+
+
+def compile_all(target, *dtypes):
+    for dtype in dtypes:
+        # One architecture of each way to compute meets every pair of formats, the others two.
+        every = dtype == "bf16" and len(dtypes) > 1 and target in ("sm_80", "sm_90", "gfx942")
+        for key, value in PAIRS if every else (PAIRS[0], PAIRS[4]):
+            print_line(dtype, key, value, _compile(target, dtype, FORMATS["key"][key], FORMATS["value"][value]))
+
+
+def _compile(target, dtype, key, value):
+    """Whether the second kernel multiplies in fp8; compiles all three, with everything switched on."""
+    import triton.language as tl
+    from tq_kernels import decode
+    from tq_kernels.scores import FULL_MASK
+    from tq_kernels.tuning import choose
+
+    from tq_cache.triton_backend import coding_of
+
+    backend, arch, _ = TARGETS[target]
+    path = decode.choose_path(DTYPES[dtype], divmod(arch, 10) if backend == "cuda" else None)
+    compute = decode.DTYPES[path.compute]
+    fp8 = compute == tl.float8e4nv
+    config = choose(value.bits, fp8)
+    shared = dict(DIMS=(128, 128), GROUP=4, QUERIES=2, COLUMNS=8 if fp8 else 16, TERMS=2 if fp8 else 1)
+    flags = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision)
+    x, pair, triple = "*" + dtype, ("i64",) * 2, ("i64",) * 3
+    mask_strides = (*triple, "i32")
+    operand = {tl.float8e4nv: "*fp8e4nv", tl.float16: "*fp16", tl.float32: "*fp32"}[compute]
+    key_scale, value_scale = ("*fp32" if fmt.bits == 8 else "*fp16" for fmt in (key, value))
+    rotation = "*fp32" if key.rotated else None
+    work, factor = (operand, "*fp32", "*fp32", "*fp32"), ("*fp16",) if value.has_zero else ()
+    prepare = dict(
+        query=x, key_scale=key_scale, space=(rotation,) * 3, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64",
+        slots="i32", work=work, sizes=("i32", "i32"), splits="i32", length="i32", packed="i32",
+        scales=("fp32", "fp32"), strides=(triple,) * 5 + (mask_strides,),
+    )  # fmt: skip
+    split = dict(
+        work=work, key=("*u8", key_scale), value=("*u8", value_scale, *factor), mask="*u8", lengths="*i32",
+        total="*i64", tokens="i32", blocks="i32", others="i32", behind="i32", sizes=("i32", "i32"), softcap="fp32",
+        strides=(pair,) * 4 + (mask_strides,),
+    )  # fmt: skip
+    merge = dict(
+        partial="*fp32", partial_lse="*fp32", rotation="*fp32" if value.rotated else None, center=None, s_aux=x,
+        out=x, lse="*fp32", splits="i32", all_splits="i32", heads="i32", strides=triple,
+    )  # fmt: skip
+    codes = coding_of(key).code, coding_of(value).code
+    compile_kernel(
+        decode.decode_prepare_kernel, target, prepare, dict(BITS=key.bits, UNIT=1.0) | flags | shared, num_warps=4
+    )
+    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
+    text = compile_kernel(
+        decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | shared,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    compile_kernel(
+        decode._decode_merge_kernel, target, merge, dict(DIM=128, GROUP=4, QUERIES=2, SPLITS=32), num_warps=4
+    )
+    return "e4m3" in text and "mma" in text
+
+
+def check_compiled(target, *dtypes):
+    pytest.importorskip("triton")
+    lines = run_script(__file__, "compile", target, *dtypes)
+    assert {line[0] for line in lines} == set(dtypes)
+    if target == "sm_90":  # 16-bit queries go to the fp8 tensor cores
+        assert all(fp8 == (dtype != "fp32") for dtype, key, _, fp8 in lines if "e5" not in key)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("sm_80", "bf16"), ("sm_90", "fp16"), ("gfx942", "bf16")])
+def test_compiles(target, dtype):
+    check_compiled(target, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_for_every_dtype_and_format(target):
+    check_compiled(target, *DTYPES)
+
+
+# --- On CUDA ----------------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_error_budget(name, dtype):
+    """At most twice the error of the same dtype: of plain attention, or of the reference; all against float64."""
+    from test_reference_attention import dense, exact_parts
+
+    case, dtype = CASES[name], DTYPES[dtype]
+    view, query = case.view("cuda", dtype), case.query("cuda", dtype)
+    mask, options = case.make_mask(view.length, "cuda"), case.make_options("cuda")
+    dense_mask = mask
+    if mask is None and case.queries > 1:
+        dense_mask = torch.ones(case.queries, view.length, dtype=torch.bool, device="cuda")
+        dense_mask = dense_mask.tril(view.length - case.queries)[None, None]
+    scaling, (keys, values) = query.shape[-1] ** -0.5, exact_parts(view)
+    expected, expected_lse = dense(query.double(), keys, values, dense_mask, scaling, **options)
+    plain, _ = dense(query, keys.to(dtype), values.to(dtype), dense_mask, scaling, **options)
+    specified, _ = reference.attend(query, view, mask, scaling, **options)
+    rounding = torch.finfo(dtype).eps / 2  # of the output alone, where there is but one token
+    budget = 2 * max(relative_error(plain, expected), relative_error(specified, expected), rounding)
+    out, lse = run_kernel(case, view, query, mask, options)
+    assert relative_error(out, expected) < budget
+    assert (lse.double() - expected_lse).abs().max() < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("case", STATIC, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_static_layer_on_cuda(case):
+    assert max(compare_static(*case, "cuda", torch.bfloat16)) < 5e-3
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("preset", PRESETS)
+def test_finds_one_key_among_131072(preset):
+    """A needle: one key that matches the query, the rest noise; its value comes out to 1e-2."""
+    tokens, place, generator = 131072, 54321, torch.Generator("cuda").manual_seed(0)
+    keys = torch.randn(1, 2, tokens, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(1, 2, tokens, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    storage = LayerStorage(PRESETS[preset], 128, 0, "reference")
+    storage.append(keys, values)
+    view = storage.view()
+    query = 2.0 * keys[:, :, [place]].repeat_interleave(4, dim=1)
+    expected, _ = reference.attend(query.double(), view, None, 128**-0.5)
+    out, _ = run_kernel(Case(preset, splits=None), view, query, None, {})
+    assert relative_error(out, expected) < 1e-2
+    assert relative_error(expected, reference.dequantize(view.value, view.packed_length, torch.float64)[:, :, [place]]
+                          .repeat_interleave(4, dim=1)) < 0.2  # the needle decides  # fmt: skip
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_offsets_beyond_32_bits():
+    """Packed states of more than 2**31 bytes, of which the last sequence is looked at."""
+    case = Case("fp8_e4m3", tokens=1024, dim=128, heads=8, batch=2)
+    view, query = case.view("cuda", torch.bfloat16), case.query("cuda", torch.bfloat16)
+    expected, _ = run_kernel(case, view, query, None, {})
+    many, blocks = 1040, 2048 * 1024 // (8 * 128 * 64)
+    states = []
+    for part in (view.key, view.value):
+        packed = part.packed.new_zeros(many, 8, 2 * blocks, 64 * 128)
+        packed[-2:, :, : part.packed.shape[2]] = part.packed
+        scale = part.calibration.scale.new_ones(many, 8, 1, 1)
+        scale[-2:] = part.calibration.scale
+        states.append(replace(part, packed=packed, calibration=replace(part.calibration, scale=scale)))
+    assert states[0].packed.numel() > 2**31
+    tails = (view.keys.new_zeros(many, 8, 0, 128), view.values.new_zeros(many, 8, 0, 128))
+    wide = query.new_zeros(many, *query.shape[1:])
+    wide[-2:] = query
+    out, _ = run_kernel(
+        case, replace(view, keys=tails[0], values=tails[1], key=states[0], value=states[1]), wide, None, {}
+    )
+    assert relative_error(out[-2:], expected) < 1e-2
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "interpret_static": interpret_static, "compile": compile_all}[sys.argv[1]](*sys.argv[2:])

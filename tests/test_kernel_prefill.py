@@ -1,0 +1,410 @@
+"""The prefill kernels: in Triton's interpreter against `reference.attend`, compiled for every target, and on CUDA.
+
+`python tests/test_kernel_prefill.py interpret NAME ...` and `... compile TARGET FULL` print a line per case.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
+
+from tq_cache import quantizers, reference
+from tq_cache.parts import KVView, PackedStates
+from tq_cache.presets import resolve_preset
+
+FORMATS = ("fp8_e4m3", "fp8_e5m2", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc", "tq4", "tq3", "tq2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A view of a cache, queries for it, and what attention is asked to do."""
+
+    preset: str = "tq4"
+    packed: int = 100
+    exact: int = 25
+    sinks: int = 0
+    queries: int = 18
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    value_dim: int | None = None
+    mask: str = ""  # "bool" or "float", random; or "padding" or "float padding", causal
+    softcap: float | None = None
+    s_aux: bool = False
+    causal: bool = True
+    segments: bool | None = None
+    tokens: int | None = None  # of a tile of packed tokens
+    splits: int | None = None
+
+    def view(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> KVView:
+        generator = torch.Generator(device).manual_seed(self.packed)
+
+        def random(tokens, width):
+            x = torch.randn(self.batch, self.kv_heads, tokens, width, generator=generator, device=device)
+            return (x * (1 + torch.arange(width, device=device) / width) + 0.5).to(dtype)
+
+        chosen, widths, states = resolve_preset(self.preset), (self.dim, self.value_dim or self.dim), (None, None)
+        if self.packed:
+            states = [
+                self._pack(role, chosen, random(self.packed, width).float())
+                for role, width in zip(("key", "value"), widths, strict=True)
+            ]
+        ends = [random(tokens, width) for tokens in (self.exact, self.sinks) for width in widths]
+        return KVView(*ends[:2], self.packed, *states, *(ends[2:] if self.sinks else (None, None)))
+
+    def _pack(self, role, chosen, x):
+        fmt, smooth = (chosen.key, chosen.smooth) if role == "key" else (chosen.value, 0.0)
+        counts = torch.ones(self.batch, 1, self.packed, 1, dtype=torch.bool, device=x.device)
+        calibration = quantizers.calibrate(x, fmt, chosen.center, smooth, counts)
+        states = PackedStates.empty(role, fmt, x, -(-self.packed // 64) * 64, calibration)
+        quantizers.store(states, x, 0)
+        return states
+
+    def query(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shape = (self.batch, self.heads, self.queries, self.dim)
+        return torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
+
+    def options(self, length: int, device: str = "cpu") -> dict:
+        """Keywords of `reference.attend`; with a mask, some queries see no packed token, or no token at all."""
+        generator, mask, s_aux = torch.Generator(device).manual_seed(2), None, None
+        if self.mask == "bool":
+            mask = torch.randn(self.batch, 1, self.queries, length, generator=generator, device=device) > -0.5
+            mask[0, 0, 0], mask[0, 0, 1, : self.sinks + self.packed] = False, False
+        elif self.mask == "float":
+            mask = torch.randn(1, self.heads, self.queries, length, generator=generator, device=device)
+        elif self.mask:
+            token = torch.arange(length, device=device)
+            starts = torch.linspace(0, length - self.queries // 2, self.batch, device=device)
+            mask = (token <= token[-self.queries :, None]) & (token >= starts[:, None, None, None])
+            mask = torch.where(mask, 0.0, -torch.inf) if self.mask == "float padding" else mask
+        if self.s_aux:
+            s_aux = torch.linspace(-1, 3, self.heads, device=device)[None, :, None]
+        return dict(mask=mask, softcap=self.softcap, sinks=s_aux, is_causal=self.causal)
+
+
+CASES = {
+    "everything": Case(dim=80, packed=70, sinks=4, mask="bool", softcap=5.0, s_aux=True),
+    "float8": Case("fp8_e4m3", packed=70),
+    "splits": Case("k8v4", packed=200, splits=2),
+    "segments": Case("4bit_nc", packed=200, segments=True),
+    "many segments, centre": Case("tq3", packed=842, batch=1, segments=True, sinks=2, s_aux=True),
+    "e5m2": Case("fp8_e5m2", mask="float", softcap=2.0),
+    "two blocks": Case("3bit_nc", packed=150, causal=False, tokens=128),
+    "widths": Case("tq_k3v2", dim=96, value_dim=64, sinks=4, mask="float", tokens=128),
+    "four blocks": Case("tq2", packed=300, s_aux=True, tokens=256),
+    "wide": Case("tq4", packed=64, dim=144, value_dim=256, batch=1, heads=2, kv_heads=1),
+    "padding": Case("4bit_nc", packed=200, exact=30, sinks=2, queries=20, batch=3, heads=2, kv_heads=1, mask="padding"),
+    "float padding": Case("tq4", packed=130, queries=25, batch=3, mask="float padding", splits=2, dim=48),
+    "nothing packed": Case("tq4", packed=0, sinks=3),
+    "one token": Case("k3v4_nc", packed=1, queries=1, exact=1, heads=7, kv_heads=1),
+}
+FAST = ("everything", "float8", "segments", "padding", "nothing packed")
+
+
+def run_kernel(case: Case, query: torch.Tensor, view: KVView, *, mask, softcap, sinks, is_causal):
+    """`prefill` on a view, as the sheet of operations calls it."""
+    from tq_kernels.prefill import prefill
+
+    from tq_cache.triton_backend import states_of
+
+    return prefill(
+        query,
+        *(None if states is None else states_of(states) for states in (view.key, view.value)),
+        view.keys,
+        view.values,
+        packed_length=view.packed_length,
+        scaling=query.shape[-1] ** -0.5,
+        sinks=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        mask=mask,
+        softcap=softcap,
+        s_aux=sinks,
+        causal=is_causal,
+        segments=case.segments,
+    )
+
+
+def attend(case: Case, query: torch.Tensor, view: KVView, options: dict, dtype: torch.dtype):
+    """The reference, in `dtype`."""
+    ends = [None if x is None else x.to(dtype) for x in (view.keys, view.values, view.sink_keys, view.sink_values)]
+    view = replace(view, keys=ends[0], values=ends[1], sink_keys=ends[2], sink_values=ends[3])
+    return reference.attend(query.to(dtype), view, scaling=query.shape[-1] ** -0.5, **options)
+
+
+# --- Interpreted ------------------------------------------------------------------------------------------------------
+
+
+def interpret(*names: str) -> None:
+    """Prints relative error of the output and largest error of the log-sum-exp, float32 against float64."""
+    from tq_kernels import prefill
+
+    torch.set_num_threads(1)
+    prefill.SEGMENT, prefill.SEGMENT_UNIT, prefill.QUERY_UNIT = 128, 64, 16
+    prefill._cudnn_attention = _plain_attention
+    choose_splits = prefill._choose_splits
+    for name in names:
+        case = CASES[name]
+        prefill._choose_packed = lambda _, tokens=case.tokens: prefill.Launch(16, tokens or 64, 4)
+        prefill._choose_splits = (lambda *_, splits=case.splits: splits) if case.splits else choose_splits
+        query, view = case.query(), case.view()
+        options = case.options(view.length)
+        expected, expected_lse = attend(case, query, view, options, torch.float64)
+        out, lse = run_kernel(case, query, view, **options)
+        assert torch.equal(expected_lse.isinf(), lse.isinf()), name
+        print_line(name, relative_error(out, expected), (lse - expected_lse).nan_to_num(0.0).abs().max().item())
+
+
+def _plain_attention(query, keys, values):
+    """What `prefill._cudnn_attention` computes."""
+    scores = query.unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT * math.log(2)
+    return (scores.softmax(-1) @ values[:, :, None]).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+
+
+def check_interpreted(names) -> None:
+    pytest.importorskip("triton")
+    lines = run_script(__file__, "interpret", *names, interpret=True)
+    assert {line[0] for line in lines} == set(names)
+    for name, error, lse_error in lines:
+        assert error < 2e-6 and lse_error < 5e-6, (name, error, lse_error)
+
+
+def test_interpreted_equals_reference():
+    check_interpreted(FAST)
+
+
+@pytest.mark.slow
+def test_interpreted_equals_reference_in_all_cases():
+    check_interpreted([name for name in CASES if name not in FAST])
+
+
+# --- Compiled ---------------------------------------------------------------------------------------------------------
+
+
+COMPILED = [("packed", "4bit_nc", "bf16"), ("unpack", "3bit_nc", "bf16"), ("exact", "tq4", "bf16")]
+COMPILED += [(kernel, "tq4", "bf16") for kernel in ("query", "merge", "tiles")]
+ALL_COMPILED = [(kernel, "tq4", dtype) for kernel in ("query", "merge", "exact", "tiles") for dtype in DTYPES]
+ALL_COMPILED += [("packed", "4bit_nc", "bf16"), ("packed", "3bit_nc", "fp16"), ("packed", "tq2", "fp32"),
+                 ("packed", "fp8_e4m3", "bf16"), ("packed", "fp8_e5m2", "fp32")]  # fmt: skip
+ALL_COMPILED += [("unpack", preset, "bf16") for preset in ("k8v4", "3bit_nc", "tq2", "fp8_e5m2")]
+
+
+def compile_all(target: str, full: str) -> None:
+    for kernel, preset, dtype in ALL_COMPILED if full == "full" else COMPILED:
+        _compile(target, kernel, resolve_preset(preset), dtype)
+        print_line(kernel, preset, dtype)
+
+
+def _compile(target, kernel, preset, dtype):
+    """Compiles a kernel as an H200 runs it, for other targets with small tiles and heads; float32 with every option.
+
+    What a target can convert and multiply does not depend on sizes, and what compiling takes does.
+    """
+    from tq_kernels import prefill, tiled_mask
+
+    from tq_cache.triton_backend import coding_of
+
+    backend, arch, _ = TARGETS[target]
+    nvidia, single = backend == "cuda", dtype == "fp32"
+    launches = prefill.LAUNCHES[target != "sm_90" or single, False, target == "sm_90"]
+    launch = {"packed": launches.packed, "exact": launches.exact, "tiles": launches.exact}.get(kernel, launches.rotate)
+    tile = {"M": launch.queries, "K" if kernel in ("query", "merge") else "N": launch.tokens}
+    codes = dict(KEY=coding_of(preset.key).code, VALUE=coding_of(preset.value).code)
+    dim = 128 if target == "sm_90" else 32
+    dims = dict(DIM=dim, VALUE_DIM=dim)
+    past = dims | codes | dict(MODE=(nvidia, nvidia and arch >= 89))
+    shared = dict(GROUP=4, PRECISION="tf32x3" if nvidia and arch >= 80 else "ieee") | tile
+    x, y, i, single_pointer = "*" + dtype, "*fp32" if single else "*fp16", "i32", "*fp32"
+    key, value = (
+        ("*u8", "*fp32" if fmt.bits == 8 else "*fp16") + (("*fp16",) if fmt.has_zero else ())
+        for fmt in (preset.key, preset.value)
+    )
+    pairs = tuple((("i64", "i64"),) * len(side) for side in (key, value))
+    center, rotation = single_pointer if preset.center else None, single_pointer if preset.key.rotated else None
+    triple, mask, mask_strides = ("i64",) * 3, None, ()
+    if single:
+        mask, mask_strides = ("*u8", "*u8"), (("i64", "i64", "i64", "i32"), triple)
+    spans = dict(outs=(y,) * 4, lses=(single_pointer,) * 4)
+    signature, constants = {
+        "query": (
+            dict(query=x, rotation=rotation, smooth=center, center=center, rotated=y, offset=center, count=i, rows=i,
+                 factor="fp32", strides=triple),
+            dict(DIM=dim, BITS=preset.key.bits, **shared),
+        ),
+        "packed": (
+            dict(rotated=y, offset=center if single else None, key=key, value=value, mask=mask, partial=y,
+                 partial_lse=single_pointer, count=i, first_block=i, length=i, sinks=i, rows=i, softcap="fp32",
+                 strides=(*pairs, mask_strides)),
+            past | shared | dict(SOFTCAP=single),
+        ),
+        "unpack": (dict(key=key, value=value, keys=y, values=y, first_block=i, strides=pairs), past),
+        "merge": (
+            spans | dict(rotation=rotation, center=center, out=y, out_lse=single_pointer, rows=i),
+            dict(DIM=dim, **shared),
+        ),
+        "exact": (
+            dict(query=x, keys=x, values=x, partial=y, partial_lse=single_pointer, offset=center, mask=mask,
+                 s_aux=x if single else None, out=x, lse=single_pointer, count=i, packed=i, exact=i, sinks=i, rows=i,
+                 factors=("fp32", "fp32"), strides=(triple, triple, triple, mask_strides, triple)),
+            dims | shared | dict(CAUSAL=not single, SOFTCAP=single),
+        ),
+        "tiles": (
+            dict(mask="*u8" if dtype == "bf16" else x, tiles="*u8", count=i, length=i, boundary=i, shift=i,
+                 strides=("i64", "i64", "i64", "i32")),
+            tile,
+        ),
+    }[kernel]  # fmt: skip
+    options = dict(num_warps=launch.warps, num_stages=launch.stages)
+    function = {
+        "packed": prefill._prefill_packed_kernel,
+        "exact": prefill._prefill_exact_kernel,
+        "unpack": prefill.unpack_kernel,
+        "query": prefill.prefill_query_kernel,
+        "merge": prefill.prefill_merge_kernel,
+        "tiles": tiled_mask._mask_tiles_kernel,
+    }[kernel]
+    return compile_kernel(function, target, signature, constants, **options)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_compiles(target):
+    pytest.importorskip("triton")
+    assert run_script(__file__, "compile", target, "few")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_for_every_target(target):
+    pytest.importorskip("triton")
+    assert run_script(__file__, "compile", target, "full")
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(exact=10), "expected the 18 tokens of the queries among the exact ones, got 10"),
+        (dict(dim=272), "expected a head_dim of at most 256, got 272"),
+        (dict(heads=3), "H_q a multiple of H_kv"),
+    ],
+)
+def test_refuses_shapes(changes, message):
+    pytest.importorskip("triton")
+    case = replace(Case(), **changes)
+    view = case.view()
+    with pytest.raises(ValueError, match=message):
+        run_kernel(case, case.query(), view, **case.options(view.length))
+
+
+def test_refuses_what_does_not_fit():
+    pytest.importorskip("triton")
+    case = Case(packed=64)
+    view = case.view()
+    options = case.options(view.length)
+    with pytest.raises(ValueError, match="expected room for 65 tokens"):
+        run_kernel(case, case.query(), replace(view, packed_length=65), **options)
+    with pytest.raises(ValueError, match="expected a mask .* 18, 89 or more"):
+        mask = torch.ones(1, 1, 18, 88, dtype=torch.bool)
+        run_kernel(case, case.query(), view, **options | dict(mask=mask))
+    with pytest.raises(ValueError, match="no softcap with segments=True"):
+        run_kernel(replace(case, segments=True), case.query(), view, **options | dict(softcap=1.0))
+    with pytest.raises(ValueError, match="of one dtype"):
+        run_kernel(case, case.query().half(), view, **options)
+    with pytest.raises(ValueError, match="expected packed keys"):
+        run_kernel(case, case.query(), replace(view, key=None), **options)
+
+
+# --- On CUDA ----------------------------------------------------------------------------------------------------------
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cudnn = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs Hopper's cuDNN attention"
+)
+BIG = Case(heads=8, queries=300, dim=128, packed=5096, exact=400)
+
+
+def check_on_gpu(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The kernels' error against float64 is at most twice that of the reference in the query's own dtype."""
+    query, view = case.query("cuda", dtype), case.view("cuda", dtype)
+    options = case.options(view.length, "cuda")
+    exact, exact_lse = attend(case, query, view, options, torch.float64)
+    allowed = relative_error(attend(case, query, view, options, dtype)[0], exact)
+    out, lse = run_kernel(case, query, view, **options)
+    assert torch.equal(exact_lse.isinf(), lse.isinf())
+    assert relative_error(out, exact) <= 2 * max(allowed, 1e-6)
+    assert (lse - exact_lse).nan_to_num(0.0).abs().max() < (1e-4 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("preset", FORMATS)
+def test_tiles(preset, dtype):
+    check_on_gpu(replace(BIG, preset=preset, segments=False), DTYPES[dtype])
+
+
+@pytest.mark.gpu
+@on_gpu
+@needs_cudnn
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("preset", FORMATS)
+def test_segments(preset, dtype, monkeypatch):
+    monkeypatch.setattr("tq_kernels.prefill.SEGMENT", 2048)
+    check_on_gpu(replace(BIG, preset=preset, segments=True), DTYPES[dtype])
+
+
+@pytest.mark.gpu
+@on_gpu
+@needs_cudnn
+def test_more_segments_than_are_merged_at_a_time(monkeypatch):
+    monkeypatch.setattr("tq_kernels.prefill.SEGMENT", 2048)
+    check_on_gpu(replace(BIG, packed=6 * 2048 + 70, segments=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    case = CASES[name]
+    check_on_gpu(replace(case, queries=70, exact=90, packed=case.packed and 2348))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (80, 80), (96, 64), (256, 256), (192, 128)])
+@pytest.mark.parametrize("preset", ["fp8_e4m3", "4bit_nc", "tq3"])
+def test_head_dims(preset, dim, value_dim):
+    check_on_gpu(Case(preset, dim=dim, value_dim=value_dim, queries=300, packed=3000, exact=400))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("preset", ["fp8_e4m3", "tq3"])
+def test_wide_float32(preset):
+    check_on_gpu(Case(preset, dim=256, queries=40, packed=300, exact=50), torch.float32)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("heads, kv_heads", [(7, 7), (14, 2), (16, 1)])
+def test_groups(heads, kv_heads):
+    check_on_gpu(Case("tq4", heads=heads, kv_heads=kv_heads, dim=128, packed=3000, queries=33, exact=40))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("segments", [False, pytest.param(True, marks=needs_cudnn)])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_runs_are_equal(dim, segments):  # a merge in place once was a race
+    case = Case("tq4", dim=dim, queries=300, packed=3000, exact=400, segments=segments)
+    query, view = case.query("cuda", torch.bfloat16), case.view("cuda", torch.bfloat16)
+    first, *others = (run_kernel(case, query, view, **case.options(view.length, "cuda"))[0] for _ in range(10))
+    assert all(torch.equal(first, other) for other in others)
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_all}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,332 @@
+"""Quantise and append: against the reference in Triton's interpreter and on CUDA, and compiled for every target.
+
+Run by itself (see `kernel_harness`): `interpret`, or `compile TARGET CASE...`; prints a line per case.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+
+from tq_cache import packing, reference
+from tq_cache.parts import PackedStates
+from tq_cache.presets import PRESETS, Preset, get_format
+
+ROLES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens to store, in calls that end at `ends`; `damage` puts in what the specification treats specially."""
+
+    preset: str
+    dim: int = 64
+    value_dim: int | None = None
+    batch: int = 1
+    heads: int = 1
+    ends: tuple[int, ...] = (37, 70)
+    damage: bool = False
+
+    @property
+    def chosen(self) -> Preset:
+        key, _, value = self.preset.partition("/")
+        if not value:
+            return PRESETS[key]
+        return Preset(self.preset, get_format("key", key), get_format("value", value), center=True, smooth=0.5)
+
+    def make(self, role: str, device: str, dtype: torch.dtype) -> tuple[PackedStates, torch.Tensor]:
+        """Calibrated states full of ones, and vectors for them."""
+        dim = self.dim if role == "key" else self.value_dim or self.dim
+        generator = torch.Generator().manual_seed(dim + len(role))
+        x = torch.randn(self.batch, self.heads, self.ends[-1], dim, generator=generator)
+        x = x * (1 + torch.rand(dim, generator=generator)) + torch.randn(dim, generator=generator)
+        x = x.to(device, dtype)
+        counts = torch.ones(self.batch, 1, x.shape[2], 1, dtype=torch.bool, device=device)
+        smooth = self.chosen.smooth if role == "key" else 0.0
+        fmt = self.chosen.key if role == "key" else self.chosen.value
+        calibration = reference.calibrate(x, fmt, self.chosen.center, smooth, counts)
+        if self.damage:
+            damage(x)
+        states = PackedStates.empty(role, fmt, x, -(-x.shape[2] // 64) * 64 + 64, calibration)
+        states.packed.fill_(255)
+        return states, x
+
+
+def damage(x: torch.Tensor) -> None:
+    """NaN, inf, -inf, zeros, tiny and huge vectors, tokens 1 to 7 of `x`."""
+    x[:, :, 1, 3] = torch.nan
+    x[:, :, 2, 4] = torch.inf
+    x[:, :, 3, 5] = -torch.inf
+    x[:, :, 4] = 0.0
+    x[:, :, 5] *= 1e-4
+    x[:, :, 6] *= 1e4 if x.dtype == torch.float16 else 1e14
+    x[:, :, 7, 6] = 6e4 if x.dtype == torch.float16 else 1e25
+
+
+CASES = (
+    # mixed presets pair formats that others have
+    {name: Case(name, dim=64 + 16 * (index % 3)) for index, name in enumerate(PRESETS) if "_k" not in name}
+    | {f"{name}, {dim}": Case(name, dim=dim) for name, dim in (("tq4", 32), ("tq3", 48), ("tq4", 128), ("tq2", 192))}
+    | {f"special, {name}": Case(name, damage=True) for name in ("tq4", "3bit_nc", "k8v4", "fp8_e5m2")}
+    | {
+        "two widths": Case("tq_k4v2", dim=80, value_dim=64, batch=2, heads=2, ends=(64, 65, 70)),
+        "float8, centred, smoothed": Case("fp8_e4m3/fp8_e5m2"),
+        "uniform, centred": Case("fp8_e5m2/uniform3"),
+    }
+)
+LONG = [(name, dim) for name in PRESETS for dim in (64, 80, 96, 128, 256)]
+GPU_CASES = [(name, case, dtype) for name, case in CASES.items() for dtype in DTYPES] + [
+    (f"{name}, {dim}, long", Case(name, dim, batch=2, heads=16, ends=(777, 778, 3000), damage=True), dtype)
+    for (name, dim), dtype in zip(LONG, list(DTYPES) * 25, strict=True)
+]
+
+
+def codes(states: PackedStates, tokens: int) -> torch.Tensor:
+    """Codes [B, H_kv, tokens, D]."""
+    if states.role == "value":
+        unpacked = packing.unpack(states.packed, states.format.bits, packing.BLOCK_TOKENS).transpose(-1, -2)
+    else:
+        unpacked = packing.unpack(states.packed, states.format.bits, states.head_dim)
+    return unpacked.flatten(2, 3)[:, :, :tokens]
+
+
+def run(pairs: list, calls: list[tuple[int, int]], store_all) -> None:
+    for start, end in calls:
+        store_all([(states, x[:, :, start:end]) for states, x in pairs], start)
+
+
+def store_kernel(pairs: list, start: int) -> None:
+    from tq_kernels.quantize import quantize
+
+    from tq_cache.triton_backend import states_of
+
+    (key, keys), (value, values) = pairs
+    quantize(states_of(key), states_of(value), keys, values, start)
+
+
+def store_reference(pairs: list, start: int) -> None:
+    for states, x in pairs:
+        reference.store(states, x, start)
+
+
+def compare(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, list[float]]:
+    """By role: share of codes that differ, largest difference of factors, error over the reference's less 1."""
+    calls = list(zip((0, *case.ends), case.ends, strict=False))
+    found = [case.make(role, device, dtype) for role in ROLES]
+    wanted = [(states_like(states), x) for states, x in found]
+    run(found, calls, store_kernel)
+    run(wanted, calls, store_reference)
+    return {role: differences(*pair) for role, *pair in zip(ROLES, found, wanted, strict=True)}
+
+
+def states_like(states: PackedStates) -> PackedStates:
+    factors = [None if factor is None else factor.clone() for factor in (states.scale, states.zero)]
+    return replace(states, packed=states.packed.clone(), scale=factors[0], zero=factors[1])
+
+
+def differences(found: tuple[PackedStates, torch.Tensor], wanted: tuple[PackedStates, torch.Tensor]) -> list[float]:
+    (got, x), (right, _) = found, wanted
+    tokens = x.shape[2]
+    finite = x.isfinite().all(-1)
+    same = codes(got, tokens) == codes(right, tokens)
+    if got.scale is None:  # float8: bytes that are NaN need not be the same ones
+        nan = [states.format.values(x.device)[codes(states, tokens).int()].isnan() for states in (got, right)]
+        same |= nan[0] & nan[1]
+        assert torch.equal(*nan)
+        kept = torch.ones_like(finite)
+    else:
+        kept = finite
+        assert torch.equal(got.scale[:, :, :tokens].isnan(), ~finite)
+    bad = (~same)[kept].float().mean().item()
+    undisturbed = same.all(-1) & finite
+    factors = [0.0]
+    for a, b in ((got.scale, right.scale), (got.zero, right.zero)):
+        if a is not None and b is not None:
+            ulps = (a[:, :, :tokens].view(torch.int16).int() - b[:, :, :tokens].view(torch.int16).int()).abs()
+            factors.append(ulps[undisturbed].max().item())
+            assert not a[:, :, tokens:].any()  # nothing written behind the last token
+    plain = finite & (x.abs() < 1e3).all(-1)
+    outs = [reference.dequantize(states, tokens, torch.float32)[plain] for states in (got, right)]
+    errors = [(out.double() - x[plain].double()).norm().item() for out in outs]
+    return [bad, max(factors), abs(errors[0] / errors[1] - 1)]
+
+
+def check(result: dict[str, list[float]], *, few: bool) -> None:
+    """Codes may differ at ties alone: below 1e-4 of them, or a handful where there are few."""
+    for role, (bad, ulps, error) in result.items():
+        assert bad < (1e-3 if few else 1e-4), (role, bad)
+        assert ulps <= 1, (role, ulps)
+        assert error < 1e-3, (role, error)
+
+
+def append_case(device: str = "cpu") -> bool:
+    """Whether `append` puts strided keys and values of two widths where they belong and nothing elsewhere."""
+    from tq_kernels.append import append
+
+    keys = torch.randn(2, 5, 3, 80, device=device).transpose(1, 2)
+    values = torch.randn(2, 3, 5, 64, device=device)
+    tails = torch.zeros(2, 3, 9, 96, device=device)[..., :80], torch.zeros(2, 3, 9, 64, device=device)
+    append(keys, values, *tails, 2)
+    expected = [torch.nn.functional.pad(x, (0, 0, 2, 2)) for x in (keys, values)]
+    return all(torch.equal(*pair) for pair in zip(tails, expected, strict=True))
+
+
+def interpret() -> None:
+    torch.set_num_threads(1)
+    for name, case in CASES.items():
+        print_line(name, compare(case))
+    print_line("append", append_case())
+
+
+# --- Compiled ---------------------------------------------------------------------------------------------------------
+
+COMPILED = ("fp8_e4m3", "fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq_k3v2")
+REPRESENTATIVE = {"sm_75": ("k8v4", "fp32"), "sm_90": ("tq4", "bf16")}
+
+
+def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
+    from tq_kernels.quantize import _quantize_kernel, choose
+
+    from tq_cache.triton_backend import states_of
+
+    pairs = [Case(preset, dim=dim).make(role, "cpu", DTYPES[dtype]) for role in ROLES]
+    key, value = (states_of(states) for states, _ in pairs)
+    backend, arch, _ = TARGETS[target]
+    constants, options = choose(key, value, DTYPES[dtype], backend, arch)
+    names = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
+    sides = [("*" + dtype, *(None if t is None else names[t.dtype] for t in states[:7])) for states in (key, value)]
+    signature = dict(zip(("key", "value"), sides, strict=True)) | dict.fromkeys(("start", "end"), "i32")
+    signature |= dict.fromkeys(("key_strides", "value_strides"), ("i64",) * 9)
+    text = compile_kernel(_quantize_kernel, target, signature, constants | {"LOOP": 1 if dim == 128 else 4}, **options)
+    print_line(preset, dtype, dim, "wgmma" in text)
+
+
+def compile_append(target: str, dtype: str) -> None:
+    from tq_kernels.append import _append_kernel
+
+    signature = dict.fromkeys(("keys", "values", "tail_keys", "tail_values"), "*" + dtype)
+    strides = ("key_strides", "value_strides", "tail_key_strides", "tail_value_strides")
+    signature |= dict.fromkeys(strides, ("i64",) * 3)
+    signature |= dict.fromkeys(("start", "tokens"), "i32")
+    constants = dict(KEY_DIM=128, VALUE_DIM=64, TOKENS=16, WIDTH=128)
+    compile_kernel(_append_kernel, target, signature, constants)
+
+
+def compile_all(target: str) -> None:
+    """Every dtype on every target; the formats, and a width that is no power of two, are spread over the targets."""
+    place = list(TARGETS).index(target)
+    for index, dtype in enumerate(DTYPES):
+        compile_case(target, COMPILED[(place + 2 * index) % len(COMPILED)], dtype, dim=80 if index == 1 else 128)
+        compile_append(target, dtype)
+
+
+# --- Tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("triton")
+    return dict(run_script(__file__, "interpret", interpret=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreter_stores_what_the_reference_stores(interpreted, name):
+    check(interpreted[name], few=True)
+
+
+def test_interpreter_appends(interpreted):
+    assert interpreted["append"]
+
+
+@pytest.mark.parametrize("target", REPRESENTATIVE)
+def test_compiles(target):
+    pytest.importorskip("triton")
+    (line,) = run_script(__file__, "compile", target, *REPRESENTATIVE[target])
+    assert target != "sm_90" or line[3]  # rotated on tensor cores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_every_format(target):
+    pytest.importorskip("triton")
+    assert len(run_script(__file__, "compile", target)) == len(DTYPES)
+
+
+def small(**changes):
+    from tq_cache.triton_backend import states_of
+
+    pairs = [Case("tq4", ends=(64,)).make(role, "cpu", torch.float32) for role in ROLES]
+    arguments = dict(zip(("key", "value"), (states_of(states) for states, _ in pairs), strict=True))
+    return arguments | {"keys": pairs[0][1], "values": pairs[1][1], "start": 0} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"keys": torch.zeros(1, 1, 64, 80)}, r"expected \[1, 1, 64, 64\].*got torch.float32 \[1, 1, 64, 80\]"),
+        ({"keys": torch.zeros(1, 1, 64, 64).double()}, "one of .*got torch.float64"),
+        ({"values": torch.zeros(1, 1, 3, 64)}, r"got torch.float32 \[1, 1, 3, 64\]"),
+        ({"keys": torch.zeros(1, 1, 64, 64).mT}, "stride 1"),
+        ({"start": 65}, "room for 129 tokens"),
+        ({"start": -1}, "start >= 0, got -1"),
+        ({"keys": None}, "one without the other"),
+    ],
+)
+def test_quantize_says_what_does_not_fit(changes, words):
+    quantize = pytest.importorskip("tq_kernels.quantize").quantize
+    arguments = small(**changes)
+    with pytest.raises(ValueError, match=words):
+        quantize(**arguments)
+    assert (arguments["key"].packed == 255).all() and (arguments["value"].packed == 255).all()
+
+
+@pytest.mark.parametrize("start", [-1, 6])
+def test_append_says_what_does_not_fit(start):
+    append = pytest.importorskip("tq_kernels.append").append
+    x, tail = torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 9, 64)
+    with pytest.raises(ValueError, match=f"start {start}"):
+        append(x, x, tail, tail, start)
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize(
+    ("case", "dtype"), [pytest.param(*rest, id=name + ", " + rest[1]) for name, *rest in GPU_CASES]
+)
+def test_cuda_stores_what_the_reference_stores(case, dtype):
+    check(compare(case, "cuda", DTYPES[dtype]), few=case.ends[-1] < 1000)
+
+
+@pytest.mark.gpu
+@gpu
+def test_cuda_appends():
+    assert append_case("cuda")
+
+
+@pytest.mark.gpu
+@gpu
+def test_cuda_stores_beyond_two_to_the_31_elements():
+    """Row strides so large that int32 offsets would wrap."""
+    memory = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
+    x = memory.as_strided((1, 1, 65, 64), (0, 0, 2**25, 1))
+    x.copy_(torch.randn(1, 1, 65, 64))
+    states, _ = Case("tq4", ends=(65,)).make("key", "cuda", torch.bfloat16)
+    value, values = Case("tq4", ends=(65,)).make("value", "cuda", torch.bfloat16)
+    wanted = states_like(states)
+    store_kernel([(states, x), (value, values)], 0)
+    reference.store(wanted, x, 0)
+    assert torch.equal(codes(states, 65), codes(wanted, 65))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        interpret()
+    elif len(sys.argv) == 3:
+        compile_all(sys.argv[2])
+    else:
+        compile_case(*sys.argv[2:])

@@ -1,0 +1,114 @@
+"""The update kernel of a preallocated layer: interpreted and on CUDA against the reference, and compiled."""
+
+import sys
+
+import pytest
+import torch
+from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+
+from tq_cache import reference
+from tq_cache.presets import PRESETS
+from tq_cache.static_storage import StaticStorage
+
+NAMES = ("fp8_e4m3", "fp8_e5m2", "k8v4", "4bit_nc", "3bit_nc", "tq4", "tq2")
+
+
+def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
+    """Shares of ring elements, of bytes of packed tokens and of scales that differ after steps over a full ring."""
+    ours, theirs = (StaticStorage(PRESETS[preset], 64, 132, "reference") for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count):
+        return [torch.randn(2, 2, count, dim, generator=generator).to(device, dtype) for dim in dims]
+
+    first = tokens(126)
+    for storage in (ours, theirs):
+        storage.append(*first)
+    for _ in range(7):  # the third packs a block, the last finds no room
+        step = tokens(1)
+        _run(ours.parts, *step)
+        reference.update_static(theirs.parts, *step)
+        for storage in (ours, theirs):
+            storage.parts.total.add_(1).clamp_(max=132)
+    found = []
+    for mine, other in zip(ours.parts.held, theirs.parts.held, strict=True):
+        mine, other = mine.float(), other.float()
+        close = torch.isclose(mine, other, rtol=1e-3) if mine.dim() == 3 else mine == other
+        found.append((~close).float().mean().item())
+    return found
+
+
+def _run(parts, keys, values):
+    from tq_cache.triton_backend import update_static
+
+    update_static(parts, keys, values)
+
+
+def interpret(*names):
+    torch.set_num_threads(1)
+    for name in names:
+        print_line(name, *differences(name))
+
+
+def test_interpreted_equals_reference():
+    pytest.importorskip("triton")
+    lines = run_script(__file__, "interpret", *NAMES, interpret=True)
+    assert [line[0] for line in lines] == list(NAMES)
+    for name, *shares in lines:
+        assert shares[:2] == [0, 0], name  # the ring is copied
+        assert max(shares) < 2e-3, (name, shares)  # codes of elements between two, at most
+
+
+def compile_all(target, *presets):
+    from tq_kernels.quantize import choose
+    from tq_kernels.update import _update_kernel
+
+    from tq_cache.triton_backend import states_of
+
+    backend, arch, _ = TARGETS[target]
+    for dtype in DTYPES:
+        for preset in presets:
+            storage = StaticStorage(PRESETS[preset], 64, 200, "reference")
+            storage.append(*(torch.randn(1, 1, 16, 128).to(DTYPES[dtype]) for _ in range(2)))
+            key, value = map(states_of, storage.parts.states())
+            constants, options = choose(key, value, DTYPES[dtype], backend, arch)
+            constants.pop("STAGES")
+
+            def side(states, ring="*" + dtype):
+                kinds = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
+                return (ring, *(None if x is None else kinds[x.dtype] for x in states[:7]))
+
+            signature = dict(
+                keys="*" + dtype, values="*" + dtype, key=side(key), value=side(value),
+                token_strides=(("i64", "i64"), ("i64", "i64")), key_strides=("i64",) * 9, value_strides=("i64",) * 9,
+                total="*i64", sizes=("i32",) * 3,
+            )  # fmt: skip
+            print_line(dtype, preset, len(compile_kernel(_update_kernel, target, signature, constants, **options)))
+
+
+def check_compiled(target, *presets):
+    pytest.importorskip("triton")
+    assert len(run_script(__file__, "compile", target, *presets)) == len(DTYPES) * len(presets)
+
+
+def test_compiles():
+    check_compiled("sm_90", "4bit_nc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_for_every_target(target):
+    check_compiled(target, "fp8_e4m3", "3bit_nc")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_cuda_writes_what_the_reference_writes(preset, dtype):
+    shares = differences(preset, "cuda", DTYPES[dtype], dims=(128, 64))
+    assert shares[:2] == [0, 0] and max(shares) < 2e-3, shares
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_all}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,191 @@
+"""The preallocated cache: equal to the growing one, compiled in one graph, and never written past its end."""
+
+import pytest
+import torch
+import torch._dynamo.utils
+from architectures import build
+from transformers import CompileConfig
+
+from tq_cache import TurboQuantCache
+from tq_cache.presets import PRESETS
+from tq_cache.static_storage import StaticStorage
+from tq_cache.storage import LayerStorage
+
+CHUNKS = (100, 1, 1, 150, *[1] * 140, 60, 1)
+
+
+def random_pair(generator: torch.Generator, tokens: int, dims: tuple[int, int] = (64, 64)) -> list[torch.Tensor]:
+    return [torch.randn(2, 2, tokens, dim, generator=generator) for dim in dims]
+
+
+def add(storage: StaticStorage, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """One chunk, the way a layer adds it."""
+    if storage.parts is None or keys.shape[2] > 1:
+        storage.append(keys, values)
+        return
+    held, calibration, total, spec = (getattr(storage.parts, n) for n in ("held", "calibration", "total", "spec"))
+    torch.ops.tq_cache.update(keys, values, held, calibration, total, spec)
+    total.add_(1)
+
+
+@pytest.mark.parametrize("residual_length", [64, 128])
+@pytest.mark.parametrize("preset", ["fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq2"])
+def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
+    fixed = StaticStorage(PRESETS[preset], residual_length, 600, "auto")
+    growing = LayerStorage(PRESETS[preset], residual_length, 0, "auto")
+    first = random_pair(generator, 300, (64, 48))
+    for chunk in (first, *(random_pair(generator, tokens, (64, 48)) for tokens in CHUNKS[1:])):
+        if growing.length + chunk[0].shape[2] > 600:
+            break
+        growing.append(*chunk)
+        add(fixed, *chunk)
+    ours, theirs = fixed.view(), growing.view()
+    assert ours.packed_length == theirs.packed_length > 300
+    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    blocks = ours.packed_length // 64
+    for mine, other in ((ours.key, theirs.key), (ours.value, theirs.value)):
+        assert torch.equal(mine.packed[:, :, :blocks], other.packed[:, :, :blocks])
+        for x, y in ((mine.scale, other.scale), (mine.zero, other.zero)):
+            assert (x is None) == (y is None)
+            assert x is None or torch.equal(x[:, :, : ours.packed_length], y[:, :, : ours.packed_length])
+
+
+def test_addresses_stay(generator):
+    storage = StaticStorage(PRESETS["tq4"], 64, 600, "auto")
+    add(storage, *random_pair(generator, 100))
+    tensors = [*storage.parts.held, *storage.parts.calibration, storage.parts.total]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for tokens in CHUNKS[1:]:
+        add(storage, *random_pair(generator, tokens))
+    storage.clear()
+    add(storage, *random_pair(generator, 90))
+    assert storage.length == 90
+    tensors = [*storage.parts.held, *storage.parts.calibration, storage.parts.total]
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+
+
+def test_nothing_is_written_past_the_end(generator):
+    storage = StaticStorage(PRESETS["tq4"], 64, 150, "auto")
+    add(storage, *random_pair(generator, 149))
+    before = [tensor.clone() for tensor in storage.parts.held]
+    with pytest.raises(ValueError, match="expected at most max_cache_len = 150 tokens, got 149 held and 2 new"):
+        storage.append(*random_pair(generator, 2))
+    assert all(torch.equal(x, y) for x, y in zip(before, storage.parts.held, strict=True))
+    add(storage, *random_pair(generator, 1))
+    before = [tensor.clone() for tensor in storage.parts.held]
+    add(storage, *random_pair(generator, 1))  # a step of a captured graph cannot raise, but it writes nothing
+    assert all(torch.equal(x, y) for x, y in zip(before, storage.parts.held, strict=True))
+
+
+def test_selects_sequences_in_place(generator):
+    storage = StaticStorage(PRESETS["tq4"], 64, 300, "auto")
+    add(storage, *random_pair(generator, 200))
+    before = storage.view()
+    storage.select(torch.tensor([1, 1]))
+    assert torch.equal(storage.view().keys[0], before.keys[1])
+    assert torch.equal(storage.parts.states()[0].packed[0], storage.parts.states()[0].packed[1])
+    with pytest.raises(NotImplementedError, match="as many sequences"):
+        storage.select(torch.tensor([0]))
+    with pytest.raises(NotImplementedError, match="cannot be cropped"):
+        storage.crop(10)
+
+
+@pytest.mark.parametrize("op", ["update", "attend", "materialize"])
+def test_operations_keep_their_contract(generator, op):
+    storage = StaticStorage(PRESETS["tq4"], 64, 300, "auto")
+    add(storage, *random_pair(generator, 200))
+    held, calibration, total, spec = (getattr(storage.parts, n) for n in ("held", "calibration", "total", "spec"))
+    query = torch.randn(2, 4, 1, 64, generator=generator)
+    arguments = {
+        "update": (*random_pair(generator, 1), held, calibration, total, spec),
+        "attend": (query, held, calibration, total, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
+        "materialize": (held, calibration, total, "key", spec),
+    }[op]
+    torch.library.opcheck(getattr(torch.ops.tq_cache, op).default, arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- whole models
+
+MODELS = ("llama", "gemma3_text", "qwen3_next")  # full attention; with sliding layers; with linear attention
+
+
+def inputs_for(model) -> dict:
+    ids = torch.randint(3, model.config.vocab_size, (2, 90), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :25] = 0
+    return dict(
+        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=80, pad_token_id=0, eos_token_id=None
+    )
+
+
+def forced_logits(model, cache, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits of the last 80 of `tokens`, fed one by one after all others at once."""
+    outs, start = [], 0
+    for end in range(tokens.shape[1] - 80, tokens.shape[1] + 1):
+        with torch.no_grad():  # transformers cannot reset static layers made under inference_mode
+            positions = mask[:, :end].cumsum(1)[:, start:] - 1
+            out = model(tokens[:, start:end], attention_mask=mask[:, :end], position_ids=positions.clamp_min(0),
+                        past_key_values=cache)  # fmt: skip
+        outs.append(out.logits[:, -1])
+        start = end
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gives_what_the_growing_cache_gives(name, attention):
+    model = build(name, attention)
+    tokens = torch.randint(3, model.config.vocab_size, (2, 170), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    options = dict(residual_length=64, skip_layers=("sliding_window",))
+    growing = forced_logits(model, TurboQuantCache(model.config, "tq4", **options), tokens, mask)
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=170, **options)
+    for _ in range(2):  # and again in the same memory
+        fixed = forced_logits(model, cache, tokens, mask)
+        assert (fixed - growing)[:39].abs().max() < 1e-4
+        # The step that packs a block reads it from the packed bits here, and still exact there.
+        assert (fixed - growing).square().mean().sqrt() < 0.02 * growing.std()
+        cache.reset()
+
+
+def compile_config() -> CompileConfig:
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiles_in_one_graph(name):
+    model = build(name, "turboquant")
+    inputs, options = inputs_for(model), dict(residual_length=64, skip_layers=("sliding_window",))
+    options["max_cache_len"] = 170
+    expected = model.generate(**inputs, past_key_values=TurboQuantCache(model.config, "tq4", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = TurboQuantCache(model.config, "tq4", **options)
+    assert cache.is_compileable
+    out = model.generate(**inputs, past_key_values=cache, compile_config=compile_config())
+    assert torch.equal(out, expected)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 + (name == "gemma3_text")  # one more before the window is full
+    assert not counters["graph_break"]
+    packed = next(layer for layer in cache.layers if hasattr(layer, "storage"))
+    assert packed.storage.view().packed_length >= 64  # blocks were packed inside the graph
+
+
+def test_too_many_tokens_raise():
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=100, residual_length=64, skip_layers=())
+    with pytest.raises(ValueError, match="expected at most max_cache_len = 100 tokens, got 100 held and 1 new"):
+        model.generate(**inputs_for(model), past_key_values=cache)
+    assert int(cache.get_seq_length()) == 100
+
+
+def test_beam_search():
+    model = build("llama", "turboquant")
+    inputs, options = inputs_for(model) | dict(max_new_tokens=30), dict(residual_length=64, skip_layers=())
+    beams = dict(num_beams=3, disable_compile=True)
+    growing = model.generate(**inputs, **beams, past_key_values=TurboQuantCache(model.config, "tq4", **options))
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=170, **options)
+    assert torch.equal(model.generate(**inputs, **beams, past_key_values=cache), growing)

@@ -1,0 +1,149 @@
+"""Where the scales of float8 keys and values come from: the user, the checkpoint, or the first tokens.
+
+A float8 code is the element divided by the scale; what is read is the code times the scale.  Checkpoints mean the same
+by `k_scale` and `v_scale`, for OCP e4m3.  The cache stores OCP bytes on every GPU, so the factor of 2 that FNUZ bytes
+would need never applies.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from .checkpoint import Declaration, ScaleTensor, find_folder, read_declaration, scale_tensors
+from .presets import Format, Preset, Role
+
+Source = Literal["checkpoint", "computed", "user"]
+# One for all layers (a number, or a tensor with an element or one per KV head), or such a one per layer.
+GivenScale = float | torch.Tensor | list[float | torch.Tensor | None] | tuple[float | torch.Tensor | None, ...]
+ARGUMENTS: dict[Role, str] = {"key": "k_scale", "value": "v_scale"}
+
+
+@dataclass(frozen=True)
+class RoleScales:
+    """Scales of float8 keys, or values.
+
+    source, reason: where they come from, and why
+    given:          by layer, float32 [1] or [H_kv]; empty if they are computed
+    """
+
+    role: Role
+    format: str
+    source: Source
+    reason: str
+    given: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return f"scales of {self.format} {self.role}s: {self.source} ({self.reason})"
+
+
+def resolve_scales(
+    config: PreTrainedConfig,
+    preset: Preset,
+    layers: Sequence[int],
+    num_layers: int,
+    k_scale: GivenScale | None = None,
+    v_scale: GivenScale | None = None,
+) -> dict[Role, RoleScales]:
+    """Scales for the packed `layers` of `num_layers`, for each role with a float8 format.
+
+    What the user gives wins over what the checkpoint ships, and that over what the first tokens say.  Raises
+    ValueError on a format that the checkpoint's scales do not fit, on scales that are declared and not found, and on
+    any that is missing, not positive or not finite.
+    """
+    formats: dict[Role, Format] = {"key": preset.key, "value": preset.value}
+    given: dict[Role, GivenScale | None] = {"key": k_scale, "value": v_scale}
+    for role, fmt in formats.items():
+        if given[role] is not None and fmt.scale != "per_head":
+            raise ValueError(
+                f"expected no {ARGUMENTS[role]} for {role}s in {fmt.name}, got one; "
+                "only float8 formats with a scale per KV head take it"
+            )
+    float8 = {role: fmt for role, fmt in formats.items() if fmt.float8 is not None}
+    if not float8:
+        return {}
+    folder = find_folder(config)
+    declaration = read_declaration(config, folder)
+    _check_formats(preset, declaration)
+    resolved: dict[Role, RoleScales] = {}
+    for role, fmt in float8.items():
+        scale = given[role]
+        if scale is not None:
+            scales = _from_user(ARGUMENTS[role], scale, layers, num_layers)
+            resolved[role] = RoleScales(role, fmt.name, "user", f"{ARGUMENTS[role]}=", scales)
+        elif fmt.scale == "per_token":
+            resolved[role] = RoleScales(role, fmt.name, "computed", "the format takes one per token and KV head")
+        elif declaration.has_fp8_scales:
+            reason, scales = _from_checkpoint(role, declaration, folder, layers)
+            resolved[role] = RoleScales(role, fmt.name, "checkpoint", reason, scales)
+        else:
+            reason = f"{declaration.reason}; one per sequence and KV head, from the first tokens"
+            resolved[role] = RoleScales(role, fmt.name, "computed", reason)
+    return resolved
+
+
+def _check_formats(preset: Preset, declaration: Declaration) -> None:
+    if declaration.has_fp8_scales and torch.float8_e5m2 in (preset.key.float8, preset.value.float8):
+        raise ValueError(
+            "expected e4m3 for float8 keys and values, since this checkpoint ships fp8 KV scales "
+            f"({declaration.reason}), got {preset.name!r}; use 'fp8_e4m3'"
+        )
+
+
+def _from_checkpoint(
+    role: Role, declaration: Declaration, folder: Path | None, layers: Sequence[int]
+) -> tuple[str, dict[int, torch.Tensor]]:
+    """Which tensors they are, in words, and their values by layer."""
+    argument = ARGUMENTS[role]
+    if folder is None:
+        raise ValueError(
+            f"expected the KV scales that this checkpoint declares ({declaration.reason}), got no files to read them "
+            f"from; set config.name_or_path to its folder, or pass {argument}= (1.0: unscaled)"
+        )
+    tensors = scale_tensors(folder)
+    found = {layer: tensors[role, layer] for layer in layers if (role, layer) in tensors}
+    if missing := [layer for layer in layers if layer not in found]:
+        raise ValueError(
+            f"expected a {argument} for every packed layer ({declaration.reason}), got none for layers {missing} "
+            f"in {folder}; pass {argument}= (1.0: unscaled)"
+        )
+    scales = load_scales(found)
+    names = ", ".join([*(found[layer].name for layer in layers[:1]), "..."])
+    each = "one per KV head" if any(scale.numel() > 1 for scale in scales.values()) else "one per layer"
+    return f"{names}, {each}; {declaration.reason}", scales
+
+
+def load_scales(tensors: Mapping[int, ScaleTensor]) -> dict[int, torch.Tensor]:
+    """These tensors, and no others, from their files: float32 [1] or [H_kv] by layer, all positive and finite."""
+    scales = {}
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        if not file.is_file():
+            raise ValueError(f"expected the KV scales of this checkpoint in {str(file)!r}, got no such file")
+        with safe_open(file, framework="pt") as opened:
+            for layer, tensor in tensors.items():
+                if tensor.file == file:
+                    scales[layer] = _checked(opened.get_tensor(tensor.name), f"{tensor.name} in {file}")
+    return scales
+
+
+def _from_user(argument: str, given: GivenScale, layers: Sequence[int], num_layers: int) -> dict[int, torch.Tensor]:
+    if not isinstance(given, (list, tuple)):
+        return dict.fromkeys(layers, _checked(given, argument))
+    if len(given) != num_layers:
+        raise ValueError(f"expected {argument} for {num_layers} layers, got {len(given)}")
+    return {layer: _checked(given[layer], f"{argument}[{layer}]") for layer in layers}
+
+
+def _checked(scale: float | torch.Tensor | None, name: str) -> torch.Tensor:
+    """float32 [n]; raises ValueError unless all are positive and finite."""
+    if scale is None:
+        raise ValueError(f"expected a scale for every packed layer, got none as {name}")
+    values = torch.as_tensor(scale).detach().to("cpu", torch.float32).flatten()
+    if not values.numel() or not all(math.isfinite(value) and value > 0 for value in values.tolist()):
+        raise ValueError(f"expected scales that are positive and finite, got {values.tolist()} as {name}")
+    return values

@@ -1,0 +1,155 @@
+"""The operations of `ops` on a GPU: what storage holds, handed to the Triton kernels of `tq_kernels`."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tq_kernels.append import append as append_tokens
+from tq_kernels.decode import MAX_QUERIES, decode
+from tq_kernels.dequantize import dequantize as dequantize_states
+from tq_kernels.prefill import prefill
+from tq_kernels.quantize import quantize
+from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
+from tq_kernels.update import update
+
+from .parts import KVView, PackedStates
+from .presets import Format
+from .reference import calibrate
+from .rotation import rotation_matrix
+from .static_parts import StaticParts, StaticSpec
+
+__all__ = ["append", "attend", "attend_static", "calibrate", "dequantize", "store_pair", "update_static"]
+
+_RULES = {
+    "per_head": PER_HEAD,
+    "norm": NORM,
+    "unbiased": UNBIASED,
+    "least_squares": LEAST_SQUARES,
+    "min_max": MIN_MAX,
+}
+
+
+def states_of(states: PackedStates) -> States:
+    """Packed states as the kernels take them; the tensors are shared."""
+    fmt, held = states.format, states.calibration
+    device = states.packed.device
+    rotation = rotation_matrix(states.head_dim, device, torch.float32) if fmt.rotated else None
+    factors = (states.scale, states.zero, held.center, held.smooth, held.scale)
+    return States(states.packed, *factors, rotation, coding_of(fmt))
+
+
+def coding_of(fmt: Format) -> Coding:
+    rule = _RULES[fmt.scale]
+    if fmt.codebook is None:
+        return Coding(fmt.bits, rule, exponent=5 if fmt.float8 == torch.float8_e5m2 else 4)
+    return Coding(fmt.bits, rule, fmt.codebook.magnitudes, fmt.codebook.unit)
+
+
+def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    """As `reference.store_pair`, in one launch."""
+    with _on(keys.device):
+        quantize(states_of(key), states_of(value), keys, values, start)
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int
+) -> None:
+    """As `reference.append`, in one launch."""
+    with _on(keys.device):
+        append_tokens(keys, values, tail_keys, tail_values, start)
+
+
+def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """As `quantizers.dequantize`."""
+    with _on(states.packed.device):
+        return dequantize_states(states_of(states), length, dtype, value=states.role == "value")
+
+
+def attend(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    is_causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.attend`: the decode kernels for a few queries, the prefill kernels for more.
+
+    There is no backward pass: a gradient that reaches the output raises RuntimeError.
+    """
+    run = decode if view.packed_length and query.shape[2] <= MAX_QUERIES else prefill
+    arguments: dict[str, Any] = dict(
+        packed_length=view.packed_length,
+        scaling=scaling,
+        sinks=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        mask=mask,
+        softcap=softcap,
+        s_aux=sinks,
+        causal=is_causal,
+    )
+    key, value = (None if states is None else states_of(states) for states in (view.key, view.value))
+    with _on(query.device):
+        out, lse = run(query.detach(), key, value, view.keys.detach(), view.values.detach(), **arguments)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _NoBackward.apply(query, out)
+    return out, lse
+
+
+def attend_static(
+    query: torch.Tensor,
+    parts: StaticParts,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `reference.attend_static`; the device is not waited for."""
+    key, value = parts.states()
+    with _on(query.device):
+        out, _ = decode(
+            query.detach(),
+            states_of(key),
+            states_of(value),
+            *parts.ring,
+            packed_length=key.capacity,
+            scaling=scaling,
+            mask=mask,
+            softcap=softcap,
+            s_aux=sinks,
+            total=parts.total,
+            residual_length=StaticSpec.parse(parts.spec).residual_length,
+        )
+    return out
+
+
+def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """As `reference.update_static`; the device is not waited for."""
+    spec, (key, value) = StaticSpec.parse(parts.spec), parts.states()
+    with _on(keys.device):
+        update(
+            *(keys.detach(), values.detach(), states_of(key), states_of(value), parts.ring, parts.total),
+            *(spec.residual_length, spec.max_length),
+        )
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors (`device_map="auto"`)."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Ties the output to the query so that a backward pass stops here instead of going on without it."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "attention over a packed cache has no backward pass on this device; run the model under torch.no_grad(), "
+            "or give the cache backend='reference'"
+        )
