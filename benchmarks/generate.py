@@ -2,10 +2,10 @@
 
     python benchmarks/generate.py --out benchmarks/results/generate_h200.json
 
-Models have the shape of Llama-3.1-8B, Llama-3.2-1B or Qwen3-0.6B and random weights in bfloat16.  Caches are filled with
-random keys and values (a step does not care which), steps are timed one by one with the device waited for, and the
-median counts.  `--prefill` also runs a real prompt of that length through the model, for the time to the first token
-and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
+Models have the shape of Llama-3.1-8B, Llama-3.2-1B or Qwen3-0.6B and random weights in bfloat16.  Caches are filled
+with random keys and values (a step does not care which), steps are timed one by one with the device waited for, and
+the median counts.  `--prefill` also runs a real prompt of that length through the model, for the time to the first
+token and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
 """
 
 import argparse
@@ -127,9 +127,11 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
     row = dict(model=options.model, cache=name, mode=mode, batch=batch, tokens=tokens, ms_per_step=round(ms, 3))
     row |= dict(tokens_per_s=round(1e3 * batch / ms, 1), ttft_ms=ttft and round(ttft, 1), cache_bytes=size)
     row |= dict(peak_bytes=peak, floor_ms=round((weights + size) / copy / 1e6, 3))
-    print(f"{options.model:10} {batch:3} x {tokens:7,}  {name:12} {mode:8} {ms:8.2f} ms  floor {row['floor_ms']:6.2f} ms  "
-          f"{row['tokens_per_s']:8.1f} tokens/s  {size / 2**30:6.2f} GiB"
-          + (f"  first token {ttft:8.1f} ms, peak {peak / 2**30:.2f} GiB" if ttft else ""), flush=True)  # fmt: skip
+    place = f"{options.model:10} {batch:3} x {tokens:7,}  {name:12} {mode:8}"
+    print(f"{place} {ms:8.2f} ms  floor {row['floor_ms']:6.2f} ms  {row['tokens_per_s']:8.1f} tokens/s", end="")
+    print(f"  {size / 2**30:6.2f} GiB", end="" if ttft else "\n", flush=True)
+    if ttft:
+        print(f"  first token {ttft:8.1f} ms, peak {peak / 2**30:.2f} GiB", flush=True)
     return row
 
 

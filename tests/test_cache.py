@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, MambaConfig, PreTrainedConfi
 import tq_cache
 from tq_cache import PRESETS, TurboQuantCache
 from tq_cache.handle import KVHandle
-from tq_cache.layers import PackedHybridLayer, PackedLayer
+from tq_cache.layers import PackedHybridLayer
 
 # Bytes of a packed token of one KV head at D = 128 (the design's table; float8 without its per-head scale).
 TOKEN_BYTES = {

@@ -38,7 +38,9 @@ def test_unlisted_nvidia_takes_the_nearest_older_row():
     assert nvidia(6, 1).decode_path == REFERENCE
 
 
-@pytest.mark.parametrize("name, path", [("gfx942:sramecc+:xnack-", FP16_DOT), ("gfx950", FP16_DOT), ("gfx1", REFERENCE)])
+@pytest.mark.parametrize(
+    "name, path", [("gfx942:sramecc+:xnack-", FP16_DOT), ("gfx950", FP16_DOT), ("gfx1", REFERENCE)]
+)
 def test_amd(monkeypatch, name, path):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))

@@ -257,7 +257,7 @@ def _compile(target, dtype, key, value):
     compile_kernel(
         decode.decode_prepare_kernel, target, prepare, dict(BITS=key.bits, UNIT=1.0) | flags | shared, num_warps=4
     )
-    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
+    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False))
     text = compile_kernel(
         decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | shared,
         num_warps=config.warps, num_stages=config.stages,
@@ -285,6 +285,18 @@ def test_compiles(target, dtype):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_dtype_and_format(target):
     check_compiled(target, *DTYPES)
+
+
+def test_the_path_is_that_of_the_architecture_table():
+    pytest.importorskip("triton")
+    from tq_kernels.decode import choose_path
+
+    from tq_cache.hardware import ARCHITECTURES, FP8_DOT
+
+    for name, (backend, arch, _) in TARGETS.items():
+        path = choose_path(torch.bfloat16, divmod(arch, 10) if backend == "cuda" else None)
+        assert (path.compute == torch.float8_e4m3fn) == (ARCHITECTURES[name].decode_path == FP8_DOT), name
+    assert set(TARGETS) == set(ARCHITECTURES) - {"cpu"}
 
 
 # --- On CUDA ----------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
 class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
     """A layer with a linear-attention state, kept as transformers keeps it, beside packed keys and values."""
 
-    def __init__(self, storage: LayerStorage, config: PreTrainedConfig, number_of_states: int) -> None:
+    def __init__(self, storage: LayerStorage | StaticStorage, config: PreTrainedConfig, number_of_states: int) -> None:
         PackedLayer.__init__(self, storage, config)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 

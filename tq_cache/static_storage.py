@@ -116,19 +116,19 @@ class StaticStorage:
             for held, new in zip(self.parts.calibration, calibration, strict=True):
                 held.copy_(new)
             return
-        held = []
+        buffers = []
         for x in (keys, values):
             slots = min(self.spec.residual_length + BLOCK_TOKENS, round_up(self.spec.max_length))
-            held.append(x.new_zeros(*x.shape[:2], slots, x.shape[3]))
+            buffers.append(x.new_zeros(*x.shape[:2], slots, x.shape[3]))
         capacity = packed_tokens(self.spec.max_length, self.spec.residual_length)
         formats: dict[Role, torch.Tensor] = {"key": keys, "value": values}
         for (role, x), measured in zip(formats.items(), pair, strict=True):
             fmt = self.preset.key if role == "key" else self.preset.value
             states = PackedStates.empty(role, fmt, x, capacity, measured)
-            held += [tensor for tensor in (states.packed, states.scale, states.zero) if tensor is not None]
+            buffers += [tensor for tensor in (states.packed, states.scale, states.zero) if tensor is not None]
         total = torch.zeros((), dtype=torch.int64, device=keys.device)
-        self.parts = StaticParts(self.spec.text, held, [tensor.contiguous() for tensor in calibration], total)
-        for tensor in (*held, *self.parts.calibration, total):
+        self.parts = StaticParts(self.spec.text, buffers, [tensor.contiguous() for tensor in calibration], total)
+        for tensor in (*buffers, *self.parts.calibration, total):
             torch._dynamo.mark_static_address(tensor)
 
     def clear(self) -> None:
