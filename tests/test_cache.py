@@ -178,7 +178,7 @@ def test_report_says_per_layer_what_is_stored():
     stored = [layer.stored for layer in report.layers]
     assert stored == ["float32 (boundary)"] * 2 + ["K tq4, V tq4"] * 2 + ["float32 (boundary)"] * 2
     assert report.bytes_16bit == 6 * 2 * 2 * 400 * 2 * 32 * 2
-    assert report.layers[0].bits_per_element == 32 * 512 / 400  # room for an eighth more tokens, in whole blocks
+    assert report.layers[0].bits_per_element == 32 * 448 / 400  # room for a whole block
     assert "K tq4, V tq4" in str(report) and f"{report.nbytes:,}" in str(report)
 
 
@@ -308,11 +308,12 @@ def test_head_dim_not_supported(dim):
 
 @pytest.mark.parametrize("preset", ["4bit_nc", "tq4", "fp8_e4m3", "k8v4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_token_spoils_no_other(preset, bad):
+def test_a_bad_token_spoils_no_other(preset, bad, generator):
     config = llama_config(num_hidden_layers=1)
     clean = TurboQuantCache(config, preset, residual_length=0, skip_layers=(), center=False, smooth=0.0)
     spoilt = copy.deepcopy(clean)
-    x = torch.randn(2, 1, 2, 80, 32)
+    x = torch.randn(2, 1, 2, 80, 32, generator=generator)
+    x[:, :, :, 3, 0] = 5.0  # the largest element, which decides float8 scales, is not the bad token's
     clean.update(*x, 0)
     x[:, 0, 1, 40, 7] = bad
     spoilt.update(*x, 0)

@@ -276,7 +276,7 @@ def check_compiled(target, *dtypes):
         assert all(fp8 == (dtype != "fp32") for dtype, key, _, fp8 in lines if "e5" not in key)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("sm_80", "bf16"), ("sm_90", "fp16"), ("gfx942", "bf16")])
+@pytest.mark.parametrize(("target", "dtype"), [("sm_90", "fp16"), ("gfx942", "bf16")])
 def test_compiles(target, dtype):
     check_compiled(target, dtype)
 

@@ -183,7 +183,7 @@ def interpret() -> None:
 # --- Compiled ---------------------------------------------------------------------------------------------------------
 
 COMPILED = ("fp8_e4m3", "fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq_k3v2")
-REPRESENTATIVE = {"sm_75": ("k8v4", "fp32"), "sm_90": ("tq4", "bf16")}
+REPRESENTATIVE = {"sm_90": ("tq4", "bf16")}
 
 
 def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:

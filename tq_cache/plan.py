@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig
 
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .packing import BLOCK_TOKENS
-from .policy import LayerPlan, plan_layers
+from .policy import PACKABLE, LayerPlan, plan_layers
 from .presets import Preset, resolve_preset
 from .rotation import check_head_dim
+from .storage import round_up
 
 EXACT = "16-bit"
 EXACT_BYTES = 2
@@ -94,7 +95,7 @@ def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSe
     """Bytes of a whole cache with this preset; None: the 16-bit cache (`DynamicCache` of a 16-bit model)."""
     plans = _layer_plans(geometry, settings)
     return sum(
-        _layer_bytes(layer, preset if plan.packed else None, settings)
+        _layer_bytes(layer, preset if plan.packed else None, settings, preset is not None and plan.kind in PACKABLE)
         for layer, plan in zip(geometry.layers, plans, strict=True)
     )
 
@@ -123,12 +124,13 @@ def _layer_plans(geometry: ModelGeometry, settings: PlanSettings) -> list[LayerP
     return plan_layers([layer.kind for layer in geometry.layers], settings.skip_layers, settings.boundary_layers)
 
 
-def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSettings) -> int:
+def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSettings, buffered: bool) -> int:
+    """`buffered`: a layer of our own, whose exact tokens come with room for more, up to a whole block."""
     tokens = settings.context if layer.window is None else min(settings.context, layer.window - 1)
     indexer = EXACT_BYTES * settings.batch * tokens * layer.indexer_dim
     exact_token = EXACT_BYTES * (layer.key_dim + layer.value_dim)
     if preset is None:
-        sequence = tokens * exact_token
+        sequence = (round_up(tokens + 1) if buffered else tokens) * exact_token
     else:
         check_head_dim(layer.key_dim)
         check_head_dim(layer.value_dim)

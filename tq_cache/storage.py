@@ -169,13 +169,13 @@ class LayerStorage:
             self._pack(keys, values, count)
         # New buffers, since a view of the old ones may still be read.
         self.tail_length = keys.shape[2] - count
-        self.tail_keys = self._buffer(keys[:, :, count:])
-        self.tail_values = self._buffer(values[:, :, count:])
+        self.tail_keys, self.tail_values = self._buffer(keys[:, :, count:]), self._buffer(values[:, :, count:])
 
     def _buffer(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of a tail with room for coming tokens: an eighth more, up to what a tail ever holds."""
+        """A copy of a tail with room for coming tokens: an eighth more once it grows, up to what a tail ever holds."""
         most = self.residual_length + self.sink_tokens + 1
-        room = min(most, round_up(x.shape[2] * 9 // 8 + 1))
+        more = 0 if self.tail_keys is None else x.shape[2] // 8
+        room = min(most, round_up(x.shape[2] + 1 + more))
         buffer = x.new_zeros(*x.shape[:2], room, x.shape[3])
         buffer[:, :, : x.shape[2]] = x
         return buffer

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import aligned, launch
+
 ELEMENTS = 2048  # of a tile
 
 
@@ -45,10 +47,12 @@ def append(
         return
     width = triton.next_power_of_2(max(key_dim, values.shape[3]))
     rows = min(triton.next_power_of_2(tokens), max(1, ELEMENTS // width))
-    _append_kernel[(triton.cdiv(tokens, rows), heads, 2 * batch)](
-        keys, values, tail_keys, tail_values, keys.stride()[:3], values.stride()[:3], tail_keys.stride()[:3],
-        tail_values.stride()[:3], start, tokens, KEY_DIM=key_dim, VALUE_DIM=values.shape[3], TOKENS=rows, WIDTH=width,
-    )  # fmt: skip
+    tensors = (keys, values, tail_keys, tail_values)
+    strides = tuple(x.stride()[:3] for x in tensors)
+    constants = dict(KEY_DIM=key_dim, VALUE_DIM=values.shape[3], TOKENS=rows, WIDTH=width)
+    place = (keys.device, keys.dtype, strides, key_dim, values.shape[3], rows, aligned(*tensors))
+    grid = (triton.cdiv(tokens, rows), heads, 2 * batch)
+    launch(_append_kernel, place, grid, (*tensors, *strides, start, tokens), constants)
 
 
 def _check(x: torch.Tensor, buffer: torch.Tensor, keys: torch.Tensor, start: int) -> None:

@@ -10,7 +10,7 @@ tiles      Flash attention (`_prefill_packed_kernel`): codes become float16 in r
            there, and go to the tensor cores from shared memory.  For every mask, soft cap, dtype and architecture.
 segments   On Hopper and later, where cuDNN's attention is faster than what Triton compiles to: SEGMENT tokens at a time
            become float16 in a buffer (`unpack_kernel`) and go through cuDNN.  For queries that may see every packed
-           token.  The buffer takes SEGMENT * 2 * (D + D_v) bytes per sequence and KV head, 8 MiB for 128 channels,
+           token.  The buffer takes SEGMENT * 2 * (D + D_v) bytes per sequence and KV head, 4 MiB for 128 channels,
            however long the past is; no other dequantised copy exists.
 
 The spans are joined, and rotation and centre of the values undone (`prefill_merge_kernel`).  From there, flash
@@ -45,7 +45,7 @@ from .unpack import (
 )
 
 MAX_HEAD_DIM = 256
-SEGMENT = 16384  # tokens; with half as many the 2,048 queries of benchmarks/prefill.py take 1 % longer [H200]
+SEGMENT = 8192  # tokens; with twice as many the 2,048 queries of benchmarks/prefill.py take 1 % less [H200]
 SEGMENT_UNIT, QUERY_UNIT = 2048, 256  # sizes that cuDNN sees are multiples of these: each new one takes it 33 ms [H200]
 SEGMENT_QUERIES, FLOAT8_SEGMENT_QUERIES = 256, 512  # with fewer queries, tiles; both in float8, which tiles like
 MERGED = 4  # segments that are joined at a time

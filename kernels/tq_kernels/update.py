@@ -97,6 +97,7 @@ def update(
     sides = (ring[0], *key[:7]), (ring[1], *value[:7])
     arguments = (keys, values, *sides, *strides, total, sizes)
     present = aligned(keys, values, *key[:7], *value[:7])
-    place = (keys.device, keys.dtype, key.coding, value.coding, sizes, strides, present)
+    formats = (key.coding, key.head_dim, value.coding, value.head_dim)
+    place = (keys.device, keys.dtype, formats, sizes, strides, present)
     grid = (2, keys.shape[1], 2 * keys.shape[0])
     launch(_update_kernel, place, grid, arguments, constants, **options)

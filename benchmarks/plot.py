@@ -1,0 +1,66 @@
+"""The plots of the README from result files.
+
+python benchmarks/plot.py decode benchmarks/results/decode_h200.json benchmarks/results/decode_h200.png
+python benchmarks/plot.py generate benchmarks/results/generate_h200.json benchmarks/results/generate_h200.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def shape_name(row: dict) -> str:
+    tokens = row["tokens"]
+    return f"{row['batch']} x {tokens // 1024}k" if tokens % 1024 == 0 else f"{row['batch']} x {tokens}"
+
+
+def grouped_bars(axis: plt.Axes, rows: list[dict], series: str, value: str) -> None:
+    """A group of bars for each shape, a bar in it for each of the series."""
+    shapes = list(dict.fromkeys(map(shape_name, rows)))
+    names = list(dict.fromkeys(row[series] for row in rows))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        heights = {shape_name(row): row[value] for row in rows if row[series] == name}
+        places = [place + index * width for place, shape in enumerate(shapes) if shape in heights]
+        axis.bar(places, [heights[shape] for shape in shapes if shape in heights], width, label=name)
+    axis.set_xticks([place + 0.4 - width / 2 for place in range(len(shapes))], shapes)
+    axis.legend(fontsize=8, ncols=2)
+
+
+def plot_decode(rows: list[dict], axis: plt.Axes) -> None:
+    rows = [row for row in rows if (row["q_heads"], row["kv_heads"], row["head_dim"]) == (32, 8, 128)]
+    grouped_bars(axis, [row for row in rows if row["tokens"] >= 4096], "format", "ratio")
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_ylabel("times as fast as bf16 SDPA")
+    axis.set_title("Decode attention of one layer, 32 query and 8 KV heads, D 128")
+
+
+def plot_generate(rows: list[dict], axis: plt.Axes) -> None:
+    named = [row | {"name": f"{row['cache']}, {row['mode']}"} for row in rows]
+    grouped_bars(axis, named, "name", "ms_per_step")
+    axis.set_yscale("log")
+    axis.set_ylabel("ms per step")
+    axis.set_title(f"One decode step, {rows[0]['model']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("decode", "generate"))
+    parser.add_argument("results", type=Path)
+    parser.add_argument("plot", type=Path)
+    options = parser.parse_args()
+    results = json.loads(options.results.read_text())
+    figure, axis = plt.subplots(figsize=(9, 4.5))
+    {"decode": plot_decode, "generate": plot_generate}[options.kind](results["rows"], axis)
+    axis.text(1, 1.01, results["machine"]["device"], transform=axis.transAxes, ha="right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(options.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
