@@ -211,9 +211,10 @@ PAIRS = (("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3", "unifo
 
 def compile_all(target, *dtypes):
     for dtype in dtypes:
-        # One architecture of each way to compute meets every pair of formats, the others two.
+        # One architecture of each way to compute meets every pair of formats; the others meet one per dtype.
         every = dtype == "bf16" and len(dtypes) > 1 and target in ("sm_80", "sm_90", "gfx942")
-        for key, value in PAIRS if every else (PAIRS[0], PAIRS[4]):
+        own = {"bf16": PAIRS[2:3], "fp16": PAIRS[4:5], "fp32": PAIRS[0:1]}[dtype]
+        for key, value in PAIRS if every else own:
             print_line(dtype, key, value, _compile(target, dtype, FORMATS["key"][key], FORMATS["value"][value]))
 
 

@@ -98,7 +98,7 @@ def check_compiled(target, *presets):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_target(target):
-    check_compiled(target, "fp8_e4m3", "3bit_nc")
+    check_compiled(target, "tq3")
 
 
 @pytest.mark.gpu
