@@ -258,7 +258,7 @@ def _compile(target, dtype, key, value):
     compile_kernel(
         decode.decode_prepare_kernel, target, prepare, dict(BITS=key.bits, UNIT=1.0) | flags | shared, num_warps=4
     )
-    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False))
+    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
     text = compile_kernel(
         decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | shared,
         num_warps=config.warps, num_stages=config.stages,

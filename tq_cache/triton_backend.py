@@ -12,7 +12,6 @@ from tq_kernels.quantize import quantize
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.update import update
 
-from . import reference
 from .parts import KVView, PackedStates
 from .presets import Format
 from .reference import calibrate
@@ -47,10 +46,7 @@ def coding_of(fmt: Format) -> Coding:
 
 
 def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    """As `reference.store_pair`, in one launch; codes of 8 bits by the reference itself."""
-    if _has_float8(key, value):
-        reference.store_pair(key, value, keys, values, start)
-        return
+    """As `reference.store_pair`, in one launch."""
     with _on(keys.device):
         quantize(states_of(key), states_of(value), keys, values, start)
 
@@ -130,21 +126,11 @@ def attend_static(
 def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
     """As `reference.update_static`; the device is not waited for."""
     spec, (key, value) = StaticSpec.parse(parts.spec), parts.states()
-    if _has_float8(key, value):
-        raise NotImplementedError(
-            f"a preallocated cache of {key.format.name} keys and {value.format.name} values is not supported on a GPU; "
-            "use formats of 4 bits and less, or leave max_cache_len out"
-        )
     with _on(keys.device):
         update(
             *(keys.detach(), values.detach(), states_of(key), states_of(value), parts.ring, parts.total),
             *(spec.residual_length, spec.max_length),
         )
-
-
-def _has_float8(key: PackedStates, value: PackedStates) -> bool:
-    """Whether a side has codes of 8 bits, for which the quantise kernel has not been right on a GPU yet."""
-    return 8 in (key.format.bits, value.format.bits)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

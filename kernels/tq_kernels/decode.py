@@ -5,8 +5,7 @@ Scores are computed transposed, tokens on M and the queries of one KV head (all 
     S^T[tokens, group] = K[tokens, D] . Q^T[D, group]        O^T[D, group] += V^T[D, tokens] . P^T[tokens, group]
 
 so each packed byte is read and decoded once for the whole group, and codes, turned into e4m3 bytes in registers, go to
-the fp8 tensor cores in the order in which they lie.  A tile of tokens is processed in the parts in which value rows
-are packed (`primitives.parts`): the score rows of a part are gathered in the order of its value columns.
+the fp8 tensor cores in the order in which they lie.  A tile of tokens is one block of values, or two.
 
 Three launches.  The first (`decode_prepare`) brings the query into the space of the key codes and attends to the
 tokens that are still in the model's dtype, which gives some more splits; the second attends to the packed tokens; the
@@ -24,10 +23,11 @@ import triton
 import triton.language as tl
 
 from .decode_prepare import EXACT_TILE, decode_prepare_kernel
+from .device import capability, is_nvidia, multiprocessors
 from .launch import aligned, launch
 from .primitives import (
     BLOCK_TOKENS,
-    decode_part,
+    decode_rows,
     exp2,
     gather_terms,
     keep_tables,
@@ -36,10 +36,13 @@ from .primitives import (
     load_values,
     part_width,
     parts,
+    ptx_inverse,
+    ptx_log2,
     rough_log2,
+    side_by_side,
     spread_terms,
-    to_places,
     to_rows,
+    to_tokens,
     unit,
 )
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, apply_mask, lengths_now, soft_cap
@@ -56,44 +59,46 @@ DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.f
 
 
 @triton.jit
-def _load_operand(operand, WIDTH: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr):
-    """The query, [WIDTH, N] for each part of a key row."""
-    parts_ = ()
-    for part in tl.static_range(PARTS):
-        parts_ = parts_ + (
-            tl.load(operand + (part * N + tl.arange(0, N)[None, :]) * WIDTH + tl.arange(0, WIDTH)[:, None]),
-        )
-    return parts_
-
-
-@triton.jit
-def _packed_scores(
-    q, keys, scale, shift, softcap,
-    KEY: tl.constexpr, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Scores [ROWS, COLUMNS] of decoded key rows; `scale` [ROWS] is their factor."""
-    BITS: tl.constexpr = KEY[0]
-    TABLE: tl.constexpr = KEY[1]
-    s = tl.zeros((ROWS, COLUMNS * TERMS), tl.float32)
-    for k in tl.static_range(parts(BITS)):
-        rows = decode_part(keys, k, BITS, TABLE, COMPUTE, PTX)
-        s = tl.dot(rows, q[k], s, input_precision=PRECISION)
-    s = gather_terms(s, TERMS, 1) * scale[:, None]
+def _packed_scores(q, rows, scale, shift, softcap, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores [tokens, columns] of decoded key rows; `scale` [tokens], or a number, is their factor."""
+    s = gather_terms(tl.dot(rows, q, input_precision=PRECISION), TERMS, 1)
+    s *= scale if scale.numel == 1 else scale[:, None]
     if SOFTCAP:
         s = soft_cap(s + shift[None, :], softcap)
     return s
 
 
 @triton.jit
+def _decode_values(
+    base, start, blocks,
+    VALUE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
+    PTX: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Values of `TILE` tokens, [CHANNELS, TILE]: of two blocks, block by block, each lying in one piece."""
+    BITS: tl.constexpr = VALUE[0]
+    TABLE: tl.constexpr = VALUE[1]
+    planes = load_values(base, start, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+    channels = decode_rows(planes, BITS, TABLE, COMPUTE, PTX)
+    if TILE == 2 * BLOCK_TOKENS:
+        planes = load_values(base, start + BLOCK_TOKENS, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+        channels = side_by_side(channels, decode_rows(planes, BITS, TABLE, COMPUTE, PTX))
+    return channels
+
+
+@triton.jit
+def _sum_repeats(x, REPEATS: tl.constexpr):
+    """[R, N] by score row, summed over the rows that a thread has of different repeats."""
+    return tl.sum(x.reshape(REPEATS, x.shape[0] // REPEATS, x.shape[1]), 0)
+
+
+@triton.jit
 def _store_split(
     out, total, zeros, peak, shift, scale, partial, partial_lse, used,
-    VALUE_DIM: tl.constexpr, TERMS: tl.constexpr, CHANNELS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Divides by the sum; writes output and log-sum-exp of a split."""
     total = tl.sum(total, 0)
-    out = gather_terms(out, TERMS, LIFT) * scale
-    out = (out + tl.sum(zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
+    out = (out * scale + tl.sum(zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
     lse = tl.where(total > 0, peak + shift - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
     channel = tl.arange(0, CHANNELS)
     tl.store(partial[None, :] + channel[:, None], out, mask=used[None, :] & (channel < VALUE_DIM)[:, None])
@@ -112,8 +117,8 @@ def _decode_split_kernel(
     work = (operand, factors, partial, partial_lse), key = (packed, scale), value = (packed, scale[, zero]), `tokens`
     packed ones in `blocks`, `others` splits of exact tokens, `behind` of them behind the packed ones, sizes = (sinks,
     residual length), strides = (key, key scale, value, value scale, mask), KEY and VALUE = (bits, table), FLAGS =
-    (SOFTCAP, CAUSAL, MASK), LAUNCH = (tokens of a tile, warps, loads need a mask).  With `total`, int64 on the device,
-    it says how many tokens are packed.
+    (SOFTCAP, CAUSAL, MASK), LAUNCH = (tokens of a tile, warps, loads need a mask, stages).  With `total`, int64 on the
+    device, it says how many tokens are packed.
     """
     SOFTCAP: tl.constexpr = FLAGS[0]
     CAUSAL: tl.constexpr = FLAGS[1]
@@ -124,14 +129,11 @@ def _decode_split_kernel(
     VALUE_BITS: tl.constexpr = VALUE[0]
     KEY_TABLE: tl.constexpr = KEY[1]
     VALUE_TABLE: tl.constexpr = VALUE[1]
-    VALUE_PARTS: tl.constexpr = parts(VALUE_BITS)
     DIM: tl.constexpr = DIMS[0]
     WIDTH: tl.constexpr = part_width(DIM, KEY_BITS)
     CHANNELS: tl.constexpr = max(triton.next_power_of_2(DIMS[1]), 64)
-    ROWS: tl.constexpr = TILE // VALUE_PARTS  # score rows of a part
-    SPAN: tl.constexpr = BLOCK_TOKENS // VALUE_PARTS  # of them, those of one block
-    REPEATS: tl.constexpr = max(ROWS // 16 // LAUNCH[1], 1)
-    SLOTS: tl.constexpr = ROWS // (16 * REPEATS)
+    REPEATS: tl.constexpr = max(TILE // 16 // LAUNCH[1], 1)
+    SLOTS: tl.constexpr = TILE // (16 * REPEATS)
     N: tl.constexpr = COLUMNS * TERMS
     TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
 
@@ -145,7 +147,8 @@ def _decode_split_kernel(
     if PTX:
         keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
     index = batch * tl.num_programs(1) + tl.program_id(1)
-    q = _load_operand(work[0] + index * (parts(KEY_BITS) * N * WIDTH), WIDTH, parts(KEY_BITS), N)
+    K: tl.constexpr = parts(KEY_BITS) * WIDTH
+    q = tl.load(work[0] + index * (N * K) + tl.arange(0, N)[None, :] * K + tl.arange(0, K)[:, None])
     factor = tl.load(work[1] + index * (1 + COLUMNS))
     offset = tl.load(work[1] + index * (1 + COLUMNS) + 1 + tl.arange(0, COLUMNS))
     key_packed = key[0] + batch * strides[0][0] + kv_head * strides[0][1]
@@ -157,66 +160,57 @@ def _decode_split_kernel(
     mask_head = kv_head * GROUP + mask_columns // QUERIES
     mask_columns = mask_base + mask_head * strides[4][1] + mask_columns % QUERIES * strides[4][2]
 
-    place = tl.arange(0, ROWS)  # along a value row; `to_rows` gives the score row
-    place = place // SPAN * BLOCK_TOKENS + place % SPAN
+    row = to_rows(tl.arange(0, TILE), SLOTS, REPEATS)  # the token of a score row
     peak = tl.full((COLUMNS,), -1e30, tl.float32)  # finite: exp2(-inf - peak) is 0 even where all is masked
-    weight = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed over its rows at the end, like `zeros`
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
-    out = tl.zeros((CHANNELS, N), tl.float32)
+    weight = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)  # summed over its rows at the end, like `zeros`
+    zeros = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)
+    out = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     tiles = tl.cdiv(tokens, TILE)
     per_split = tl.cdiv(tiles, tl.num_programs(0))
-    for tile in range(tl.program_id(0) * per_split, tl.minimum((tl.program_id(0) + 1) * per_split, tiles)):
+    end = tl.minimum((tl.program_id(0) + 1) * per_split, tiles)
+    # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
+    for tile in tl.range(tl.program_id(0) * per_split, end, num_stages=LAUNCH[3]):
         # The last tile is moved back so that no load passes the last block; what it repeats is masked out.
         first = tile * TILE
         start = first if MASKED else tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
-        values = load_values(value_packed, start, blocks, VALUE_BITS, DIMS[1], TILE, CHANNELS, MASKED)
-        scores, scales, shifts = (), (), ()
-        highest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-        for part in tl.static_range(VALUE_PARTS):
-            along = place + part * SPAN
-            row = to_rows(along, SLOTS, REPEATS)
-            if len(value) == 3:
-                zero = value[2] + batch * strides[3][0] + kv_head * strides[3][1]
-                shifts = shifts + (load_scales(zero, start, along, blocks, SLOTS, REPEATS, MASKED),)
-            keys = load_keys(key_packed, start, row, blocks, KEY_BITS, DIM, WIDTH, MASKED)
-            scale = tl.full((ROWS,), 1.0, tl.float32)
-            if KEY_BITS != 8:
-                scale = load_scales(key_scale, start, along, blocks, SLOTS, REPEATS, MASKED)
-            s = _packed_scores(
-                q, keys, scale * factor, offset, softcap, KEY, SOFTCAP, TERMS, COMPUTE, PTX, PRECISION, ROWS, COLUMNS
-            )
-            new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
-            s = apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[0] + start + row, new, MASK)
-            s += tl.where(new, 0.0, float("-inf"))[:, None]
-            if CAUSAL:
-                s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
-            scores = scores + (s,)
-            if VALUE_BITS != 8:
-                # The reference is the largest p * scale, not the largest p, so that p * scale suits e4m3.
-                scale = tl.maximum(load_scales(value_scale, start, along, blocks, SLOTS, REPEATS, MASKED), 1e-7)
-                scales = scales + (scale,)
-                s += rough_log2(scale)[:, None]
-            highest = tl.maximum(highest, s)
+        keys = load_keys(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
+        scale = factor
+        if KEY_BITS != 8:
+            scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
+        rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
+        s = _packed_scores(q, rows, scale, offset, softcap, SOFTCAP, TERMS, PRECISION)
+        new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
+        s = apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[0] + start + row, new, MASK)
+        if CAUSAL:
+            s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
+        # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.
+        shift = tl.zeros((TILE,), tl.float32)
+        if VALUE_BITS != 8:
+            scale = tl.maximum(load_scales(value_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED), 1e-7)
+            if PTX:  # the scale in the exponent: fewer instructions, but for float32 too coarse
+                shift = ptx_log2(scale)
+        s += tl.where(new, shift, float("-inf"))[:, None]
+        highest = s
+        if VALUE_BITS != 8 and not PTX:
+            highest = s + rough_log2(scale)[:, None]
         previous = peak
         peak = tl.maximum(peak, tl.max(highest, 0))
         alpha = exp2(previous - peak, PTX)
-        weight *= alpha[None, :]
-        zeros *= alpha[None, :]
-        operands = ()
-        for part in tl.static_range(VALUE_PARTS):
-            p = exp2(scores[part] - (peak - P_SHIFT)[None, :], PTX)
-            weight += p
-            if len(value) == 3:
-                zeros += p * shifts[part][:, None]
-            if VALUE_BITS != 8:
-                p = p * scales[part][:, None]
-            operands = operands + (spread_terms(to_places(p, SLOTS, REPEATS), TERMS, LIFT, COMPUTE),)
-        tile_out = tl.zeros((CHANNELS, N), tl.float32)
-        for part in tl.static_range(VALUE_PARTS):
-            channels = decode_part(values, part, VALUE_BITS, VALUE_TABLE, COMPUTE, PTX)
-            tile_out = tl.dot(channels, operands[part], tile_out, input_precision=PRECISION)
-        if TERMS == 2:
-            alpha = tl.join(alpha, alpha).permute(1, 0).reshape(N)
+        p = exp2(s - (peak - P_SHIFT)[None, :], PTX)
+        probability = p
+        if VALUE_BITS != 8:
+            if PTX:
+                probability = p * ptx_inverse(scale)[:, None]
+            else:
+                p *= scale[:, None]
+        weight = weight * alpha[None, :] + _sum_repeats(probability, REPEATS)
+        if len(value) == 3:
+            zero = value[2] + batch * strides[3][0] + kv_head * strides[3][1]
+            zero = load_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
+            zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], REPEATS)
+        p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, LIFT, COMPUTE, PTX)
+        channels = _decode_values(value_packed, start, blocks, VALUE, DIMS[1], TILE, CHANNELS, COMPUTE, PTX, MASKED)
+        tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, LIFT)
         out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
 
     if SOFTCAP:
@@ -227,7 +221,7 @@ def _decode_split_kernel(
     index = ((pair * (tl.num_programs(0) + others) + tl.program_id(0)) * GROUP * QUERIES) + column
     _store_split(
         out, weight, zeros, peak, offset, value_factor, work[2] + index * DIMS[1], work[3] + index,
-        column < GROUP * QUERIES, DIMS[1], TERMS, CHANNELS,
+        column < GROUP * QUERIES, DIMS[1], CHANNELS,
     )  # fmt: skip
 
 
@@ -354,7 +348,7 @@ def decode(
     _check(query, key, value, keys, values, packed_length, mask, total)
     batch, heads, queries, _ = query.shape
     kv_heads, tail = keys.shape[1:3]
-    path = path or choose_path(query.dtype, _capability(query.device))
+    path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
     pairs, columns = batch * kv_heads, heads // kv_heads * queries
     config = choose(value.coding.bits, path.compute == torch.float8_e4m3fn)
     splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
@@ -423,7 +417,7 @@ def _launch_merge(plan, work, query, value, s_aux, splits, all_splits):
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
     """Splits of the packed tokens and of the tail."""
-    programs, available = pairs * triton.cdiv(columns, _columns(columns, path)), _multiprocessors(device)
+    programs, available = pairs * triton.cdiv(columns, _columns(columns, path)), multiprocessors(device)
     if not packed:
         splits = 0
     elif splits is None:
@@ -451,7 +445,8 @@ def _plan(
     prepare = dict(BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision)
     split = dict(
         KEY=key_code, VALUE=value_code, FLAGS=(flags[0], flags[1] and causal_packed, flags[2]),
-        COMPUTE=DTYPES[path.compute], PTX=path.ptx, PRECISION=path.precision, LAUNCH=(config.tile, config.warps, small),
+        COMPUTE=DTYPES[path.compute], PTX=path.ptx, PRECISION=path.precision,
+        LAUNCH=(config.tile, config.warps, small, config.stages),
     )  # fmt: skip
     all_splits = triton.next_power_of_2(splits + others)
     merge = dict(DIM=value_dim, GROUP=heads // kv_heads, QUERIES=queries, SPLITS=all_splits)
@@ -467,7 +462,7 @@ def _plan(
         ),
         (prepare | shared, split | shared, merge),
         (
-            dict(num_warps=8 if dim > 128 else 4, num_stages=3 if long and dtype != torch.float32 else 1),
+            dict(num_warps=8, num_stages=3 if long and dtype != torch.float32 else 1),
             dict(num_warps=config.warps, num_stages=config.stages, **registers),
             dict(num_warps=4),
         ),
@@ -511,14 +506,3 @@ def _check(query, key, value, keys, values, packed_length, mask, static):
     total = packed_length + tail if static is None else 1
     if mask is not None and (mask.dim() != 4 or mask.shape[2] != queries or mask.shape[3] < total):
         raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask.shape)}")
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else None
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -44,12 +44,13 @@ def _prepare_query(
 ):  # fmt: skip
     """Brings the queries [16] of one column tile into the space of the key codes; writes operand and factors.
 
-    The operand is [parts, terms, columns, width], at most 448; factors are that of the scores, and for each column
+    The operand is [terms, columns, parts * width], at most 448; factors are that of the scores, and for each column
     the product with the centre of the keys.
     """
     PARTS: tl.constexpr = parts(BITS)
     WIDTH: tl.constexpr = part_width(DIM, BITS)
-    row, narrow = tl.arange(0, 16), tl.arange(0, WIDTH)
+    CHUNK: tl.constexpr = min(PARTS * WIDTH, 128)  # columns turned at a time: what registers hold of the matrix
+    row, narrow = tl.arange(0, 16), tl.arange(0, CHUNK)
     channel = tl.arange(0, max(triton.next_power_of_2(DIM), 16))
     inside = channel < DIM
     q = tl.load(query[:, None] + channel[None, :], mask=used[:, None] & inside[None, :], other=0).to(tl.float32)
@@ -61,9 +62,10 @@ def _prepare_query(
         q *= tl.load(smooth + vector + channel, mask=inside, other=0)[None, :]
     turned = ()
     peak = 1e-30
-    for part in tl.static_range(PARTS):
-        source = part * (DIM // PARTS) + narrow
-        inner = narrow < DIM // PARTS
+    for chunk in tl.static_range(PARTS * WIDTH // CHUNK):
+        column = chunk * CHUNK + narrow
+        source = column // WIDTH * (DIM // PARTS) + column % WIDTH
+        inner = column % WIDTH < DIM // PARTS
         if rotation is not None:
             matrix = rotation + source[None, :] * DIM + channel[:, None]
             matrix = tl.load(matrix, mask=inner[None, :] & inside[:, None], other=0)
@@ -75,14 +77,14 @@ def _prepare_query(
         peak = tl.maximum(peak, tl.max(tl.abs(x)))
         turned = turned + (x,)
     COMPUTE: tl.constexpr = operand.dtype.element_ty
-    for part in tl.static_range(PARTS):
-        place = operand + (part * TERMS * COLUMNS + row)[:, None] * WIDTH + narrow[None, :]
-        x = turned[part] * (448.0 / peak)
+    for chunk in tl.static_range(PARTS * WIDTH // CHUNK):
+        place = operand + (row * (PARTS * WIDTH))[:, None] + (chunk * CHUNK + narrow)[None, :]
+        x = turned[chunk] * (448.0 / peak)
         first = x.to(COMPUTE)
         tl.store(place, first, mask=(row < COLUMNS)[:, None])
         if TERMS == 2:
             second = (x - first.to(tl.float32)).to(COMPUTE)
-            tl.store(place + COLUMNS * WIDTH, second, mask=(row < COLUMNS)[:, None])
+            tl.store(place + COLUMNS * PARTS * WIDTH, second, mask=(row < COLUMNS)[:, None])
     factor = scaling * UNIT * peak / 448.0
     if BITS == 8:
         factor *= tl.load(key_scale)

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import capability, is_nvidia, multiprocessors
 from .online_softmax import accumulate, begin_softmax, log_sum, with_extra_logit
 from .prefill_spaces import prefill_merge_kernel, prefill_query_kernel
 from .primitives import BLOCK_TOKENS, parts
@@ -298,12 +299,12 @@ class _Problem(NamedTuple):
     @property
     def launches(self) -> Launches:
         wide, device = max(self.query.shape[3], self.values.shape[3]) > 128, self.query.device
-        return LAUNCHES[self.dtype == torch.float32 or _capability(device) < (8, 0), wide, _is_roomy(device)]
+        return LAUNCHES[self.dtype == torch.float32 or capability(device) < (8, 0), wide, _is_roomy(device)]
 
     @property
     def precision(self) -> str:
         """How float32 products are made."""
-        return "tf32x3" if decoders(self.query.device)[0] and _capability(self.query.device) >= (8, 0) else "ieee"
+        return "tf32x3" if is_nvidia(self.query.device) and capability(self.query.device) >= (8, 0) else "ieee"
 
     @property
     def past(self) -> tuple[tuple, tuple, tuple, dict]:
@@ -421,10 +422,6 @@ def _expand(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> torch.Tenso
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
 @lru_cache
 def _is_roomy(device: torch.device) -> bool:
     """Whether a program may use 200 KiB of shared memory."""
@@ -436,10 +433,10 @@ def _is_roomy(device: torch.device) -> bool:
 def _has_fast_segments(problem: _Problem) -> bool:
     """Whether cuDNN's attention is there and worth it; below Hopper it was not measured."""
     query = problem.query
-    if not decoders(query.device)[0] or query.dtype == torch.float32 or problem.packed < SEGMENT_UNIT:
+    if not is_nvidia(query.device) or query.dtype == torch.float32 or problem.packed < SEGMENT_UNIT:
         return False
     enough = FLOAT8_SEGMENT_QUERIES if problem.is_float8 else SEGMENT_QUERIES
-    if _capability(query.device) < (9, 0) or query.shape[2] < enough:
+    if capability(query.device) < (9, 0) or query.shape[2] < enough:
         return False
     like = query.new_empty(1, 1, QUERY_UNIT, problem.width, dtype=torch.float16)
     value = query.new_empty(1, 1, QUERY_UNIT, problem.values.shape[3], dtype=torch.float16)
@@ -496,8 +493,7 @@ def _attend_tiles(problem: _Problem, rotated, offset, first: int = 0) -> list[tu
 
 def _choose_splits(programs: int, tokens: int, device: torch.device) -> int:
     """1, 2, 4, 8 or 16 splits of at least 1,024 tokens, about enough that every multiprocessor has two programs."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = max(1, min(2 * count // programs, tokens // 1024, 16))
+    wanted = max(1, min(2 * multiprocessors(device) // programs, tokens // 1024, 16))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -27,10 +27,10 @@ def part_width(head_dim, bits):
 
 
 # --- PTX: codes to e4m3 bytes.  $0: four bytes out, $1: a packed word.
-# One result and, but for 3 bits, one operand: Triton moves such an inline asm above the layout change that wgmma
-# needs, so that decoded bytes go from registers to the tensor core.  The halves share their first instruction: ptxas
-# merges it.  With KEPT, the low table word is a register that `keep_tables` has declared: as a constant, ptxas moves it
-# from a uniform register before every prmt, 59 of 698 instructions of the 4-bit decode loop.
+# They are pure and have one result: Triton moves such an inline asm above the layout change that wgmma needs, so that
+# decoded bytes go from registers to the tensor core.  Parts share instructions that are alike: ptxas merges them.  With
+# KEPT, the low table word is a register that `keep_tables` has declared: as a constant, ptxas moves it from a uniform
+# register before every prmt, 59 of 698 instructions of an earlier 4-bit decode loop.
 
 
 @triton.constexpr_function
@@ -54,23 +54,25 @@ def _ptx4(part, table, kept):
 
 @triton.constexpr_function
 def _ptx3(part, table, kept):
-    # $2: the sign plane, every byte twice.  Its bits come to bit 2 of the selectors' nibbles by at most one shift each.
+    # $2: the 16 sign bits of the word.  v: its bytes, twice each; then the bits come to bit 2 of the selectors' nibbles
+    # by at most one shift each.
     low, high = _operands(table, kept)
     if part % 2 == 0:
-        select = "and.b32 s, $1, 0x33333333; shl.b32 t, $2, 1;"
-        signs = " and.b32 u, $2, 0x00440044; lop3.b32 u, t, 0x44004400, u, 0xEA;"  # (t & mask) | u
+        select = "and.b32 s, $1, 0x33333333; shl.b32 t, v, 1;"
+        signs = " and.b32 u, v, 0x00440044; lop3.b32 u, t, 0x44004400, u, 0xEA;"  # (t & mask) | u
     else:
-        select = "shr.u32 s, $1, 2; and.b32 s, s, 0x33333333; shl.b32 t, $2, 2; shr.u32 u, $2, 1;"
+        select = "shr.u32 s, $1, 2; and.b32 s, s, 0x33333333; shl.b32 t, v, 2; shr.u32 u, v, 1;"
         signs = " and.b32 u, u, 0x44004400; lop3.b32 u, t, 0x00440044, u, 0xEA;"
     look_up = f" or.b32 s, s, u; {'shr.u32 s, s, 16;' if part >= 2 else ''} prmt.b32 $0, {low}, {high}, s;"
-    return "{ .reg .b32 s, t, u; " + select + signs + look_up + " }"
+    return "{ .reg .b32 s, t, u, v; prmt.b32 v, $2, 0, 0x1100; " + select + signs + look_up + " }"
 
 
 @triton.constexpr_function
 def _ptx2(part, table, kept):
     low, high = _operands(table, kept)
-    select = f"shr.u32 s, $1, {16 * (part // 2) + 2 * (part % 2)}; and.b32 s, s, 0x3333;"
-    return "{ .reg .b32 s; " + select + f" prmt.b32 $0, {low}, {high}, s; }}"
+    select = ("shr.u32 s, $1, 2; " if part % 2 else "mov.b32 s, $1; ") + "and.b32 s, s, 0x33333333;"
+    look_up = f"{' shr.u32 s, s, 16;' if part >= 2 else ''} prmt.b32 $0, {low}, {high}, s;"
+    return "{ .reg .b32 s; " + select + look_up + " }"
 
 
 @triton.jit
@@ -133,7 +135,7 @@ def _plain2(x, sign0, sign1, sign2, sign3, PART: tl.constexpr, TABLE: tl.constex
 
 @triton.jit
 def _plain3(x, signs, PART: tl.constexpr, TABLE: tl.constexpr):
-    s = _words(signs)[PART // 2 * 2]
+    s = (signs.to(tl.uint32) >> (PART // 2 * 8)) & 255
     if PART % 2:
         return _plain2(x, (s << 2) & 4, (s >> 2) & 4, (s >> 1) & 4, (s >> 5) & 4, PART, TABLE)
     else:
@@ -154,11 +156,11 @@ def decode4(x, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT:
 
 @triton.jit
 def decode3(x, signs, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT: tl.constexpr = False):
-    """Quarter `PART` of 3-bit codes: the 2-bit plane [R, W] and the sign plane [R, W/2]."""
-    signs = tl.join(signs, signs).reshape(x.shape)
+    """Quarter `PART` of 3-bit codes: the 2-bit plane [R, W] and the sign plane, int16 [R, W/4]."""
     if PTX:
+        signs = tl.broadcast_to(signs[:, :, None], (x.shape[0], x.shape[1] // 4, 4)).reshape(x.shape)
         asm: tl.constexpr = _ptx3(PART, TABLE, KEPT)
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [x, signs], tl.uint8, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, signs], tl.uint8, is_pure=True, pack=4)
     else:
         return _plain3(x, signs, PART, TABLE)
 
@@ -216,6 +218,24 @@ def decode_part(
 
 
 @triton.jit
+def side_by_side(x, y):
+    """[R, W] and [R, W] to [R, 2 * W].  Of operands in registers, without moving them."""
+    return tl.join(x, y).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@triton.jit
+def decode_rows(planes, BITS: tl.constexpr, TABLE: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
+    """All parts of packed rows side by side, [R, parts * W]: one dot then waits once.  Else as `decode_part`."""
+    x = decode_part(planes, 0, BITS, TABLE, COMPUTE, PTX)
+    if parts(BITS) >= 2:
+        x = side_by_side(x, decode_part(planes, 1, BITS, TABLE, COMPUTE, PTX))
+    if parts(BITS) == 4:
+        third = decode_part(planes, 2, BITS, TABLE, COMPUTE, PTX)
+        x = side_by_side(x, side_by_side(third, decode_part(planes, 3, BITS, TABLE, COMPUTE, PTX)))
+    return x
+
+
+@triton.jit
 def exp2(x, PTX: tl.constexpr):
     """2**x; the PTX form flushes denormal results to 0 and so needs one instruction."""
     if PTX:
@@ -230,21 +250,59 @@ def rough_log2(x):
     return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608) - 127.0
 
 
-# --- Two terms.  A number in e4m3 keeps 4 bits; its e4m3 value and the e4m3 value of the remainder keep 8.
+@triton.jit
+def ptx_log2(x):
+    """log2 of normal numbers."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def spread_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr, COMPUTE: tl.constexpr):
+def ptx_inverse(x):
+    """1 / x of normal numbers."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+# --- Two terms.  A number in e4m3 keeps 4 bits; its e4m3 value and the e4m3 value of the remainder keep 8.
+
+
+@triton.constexpr_function
+def _ptx_two_terms(lift):
+    # $2 .. $5: four neighbours on K.
+    asm = "{ .reg .b16 a, b, l, h; .reg .b32 x; .reg .f32 u, v; cvt.rn.satfinite.e4m3x2.f32 a, $3, $2; "
+    asm += "cvt.rn.satfinite.e4m3x2.f32 b, $5, $4; mov.b32 $0, {a, b}; "
+    for low, high, pair in (("$2", "$3", "a"), ("$4", "$5", "b")):
+        asm += f"cvt.rn.f16x2.e4m3x2 x, {pair}; mov.b32 {{l, h}}, x; cvt.f32.f16 u, l; cvt.f32.f16 v, h; "
+        asm += f"sub.f32 u, {low}, u; sub.f32 v, {high}, v; mul.f32 u, u, {lift:.1f}; mul.f32 v, v, {lift:.1f}; "
+        asm += f"cvt.rn.satfinite.e4m3x2.f32 {pair}, v, u; "
+    return asm + "mov.b32 $1, {a, b}; }"
+
+
+@triton.jit
+def _two_terms(x, LIFT: tl.constexpr, PTX: tl.constexpr):
+    """The e4m3 value of x, and that of LIFT times the remainder."""
+    if PTX:
+        asm: tl.constexpr = _ptx_two_terms(LIFT)
+        return tl.inline_asm_elementwise(
+            asm, "=r,=r,f,f,f,f", [x], (tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+    else:
+        first = x.to(tl.float8e4nv)
+        return first, ((x - first.to(tl.float32)) * LIFT).to(tl.float8e4nv)
+
+
+@triton.jit
+def spread_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """float32 [K, N] in the range of e4m3 to an operand [K, TERMS * N]: its e4m3 value, then LIFT times the remainder.
 
     Both terms stand side by side on N, so that one dot takes them at once.  Other types than float8 need one term.
     """
-    if COMPUTE == tl.float8e4nv:
-        first = x.to(tl.float8e4nv)
-        if TERMS == 2:
-            second = ((x - first.to(tl.float32)) * LIFT).to(tl.float8e4nv)
-            first = tl.join(first, second).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
-        return first
+    if TERMS == 2:
+        # Even and odd columns apart: a thread's neighbours on K then become bytes of one word.
+        even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+        even_first, even_second = _two_terms(even, LIFT, PTX)
+        odd_first, odd_second = _two_terms(odd, LIFT, PTX)
+        first = tl.join(even_first, odd_first).reshape(x.shape)
+        return side_by_side(first, tl.join(even_second, odd_second).reshape(x.shape))
     else:
         return x.to(COMPUTE)
 
@@ -262,105 +320,124 @@ def gather_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr):
 
 
 # --- The order of score rows.
-# A thread's accumulators of a 64-row wgmma are rows 8 apart, and 16 * SLOTS apart from one
-# repeat to the next.  Giving those rows to neighbouring tokens lets it store their probabilities side by side.  -------
+# A thread's accumulators of a 64-row wgmma are rows 8 apart, and 16 * SLOTS apart from one repeat to the next.  Giving
+# those rows to neighbouring tokens lets it store their probabilities, and load their scales, side by side.
 
 
 @triton.jit
 def to_rows(x, SLOTS: tl.constexpr, REPEATS: tl.constexpr):
-    """[R] by place along a value row to [R] by score row."""
-    return x.reshape(SLOTS, 8, REPEATS, 2).permute(2, 0, 3, 1).reshape(x.shape[0])
+    """[R] or [R, W] by token to the same by score row."""
+    if len(x.shape) == 1:
+        return x.reshape(SLOTS, 8, REPEATS, 2).permute(2, 0, 3, 1).reshape(x.shape[0])
+    else:
+        return x.reshape(SLOTS, 8, REPEATS, 2, x.shape[1]).permute(2, 0, 3, 1, 4).reshape(x.shape)
 
 
 @triton.jit
-def to_places(x, SLOTS: tl.constexpr, REPEATS: tl.constexpr):
-    """[R, N] by score row to [R, N] by place along a value row: the inverse of `to_rows`."""
+def to_tokens(x, SLOTS: tl.constexpr, REPEATS: tl.constexpr):
+    """[R, N] by score row to [R, N] by token: the inverse of `to_rows`."""
     return x.reshape(REPEATS, SLOTS, 2, 8, x.shape[1]).permute(1, 3, 0, 2, 4).reshape(x.shape)
 
 
 # --- Loads.  `start`, a multiple of BLOCK_TOKENS, is a scalar, and all else about an address the same for every tile.
-# MASKED: give zeros beyond the last of `blocks`; else nothing may lie there.  -----------------------------------------
+# MASKED: give zeros beyond the last of `blocks`; else nothing may lie there.
+# Neighbouring threads should read neighbouring bytes: L2 takes so many requests, of up to 128 bytes in a row each.
 
 
 @triton.constexpr_function
-def plane_layout(bits, head_dim, plane):
-    """(bits per code in this plane, bytes from a block's start to it, bytes of a block)."""
+def plane_layout(bits, head_dim, sign):
+    """(bytes per element, bits per code, bytes from a block's start, bytes of a block) of a plane; signs are int16."""
     low = 2 if bits == 3 else bits
-    return (1 if plane else low), plane * 64 * head_dim * low // 8, 64 * head_dim * bits // 8
+    return (2 if sign else 1), (1 if sign else low), sign * 64 * head_dim * low // 8, 64 * head_dim * bits // 8
 
 
 @triton.jit
-def load_key_rows(
-    base, start, offset, blocks,
-    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+def _plane(base, start, LAYOUT: tl.constexpr):
+    """Where a plane of the block at `start` begins."""
+    pointer = base + (start // BLOCK_TOKENS).to(tl.int64) * LAYOUT[3] + LAYOUT[2]
+    if LAYOUT[0] == 2:
+        pointer = pointer.to(tl.pointer_type(tl.int16))
+    return pointer
+
+
+@triton.jit
+def _load_key_rows(
+    base, start, token, blocks,
+    HEAD_DIM: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One plane of the rows of tokens `start` + `offset` [R]: uint8 [R, WIDTH], zeros beyond the row."""
-    LAYOUT: tl.constexpr = plane_layout(BITS, HEAD_DIM, PLANE)
-    ROW: tl.constexpr = LAYOUT[0] * HEAD_DIM // 8
+    """One plane of the rows of tokens `start` + `token` [R]: [R, WIDTH], zeros beyond the row."""
+    ROW: tl.constexpr = LAYOUT[1] * HEAD_DIM // 8 // LAYOUT[0]
     column = tl.arange(0, WIDTH)
-    row = offset // BLOCK_TOKENS * LAYOUT[2] + offset % BLOCK_TOKENS * ROW
-    pointer = base + (start // BLOCK_TOKENS).to(tl.int64) * LAYOUT[2] + LAYOUT[1]
-    pointer = pointer + (row[:, None] + column[None, :])
+    row = token // BLOCK_TOKENS * (LAYOUT[3] // LAYOUT[0]) + token % BLOCK_TOKENS * ROW
+    pointer = _plane(base, start, LAYOUT) + (row[:, None] + column[None, :])
     if MASKED or WIDTH != ROW:
-        mask = (start + offset < blocks * BLOCK_TOKENS)[:, None] & (column < ROW)[None, :]
+        mask = (start + token < blocks * BLOCK_TOKENS)[:, None] & (column < ROW)[None, :]
         return tl.load(pointer, mask=mask, other=0)
     else:
         return tl.load(pointer)
 
 
 @triton.jit
-def load_value_rows(
-    base, start, blocks,
-    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """One plane of `TILE` tokens from `start`: uint8 [CHANNELS, bytes of a row], block after block along the row."""
-    LAYOUT: tl.constexpr = plane_layout(BITS, HEAD_DIM, PLANE)
-    ROW: tl.constexpr = LAYOUT[0] * BLOCK_TOKENS // 8
-    column = tl.arange(0, TILE // BLOCK_TOKENS * ROW)
+def _load_value_rows(
+    base, start, blocks, HEAD_DIM: tl.constexpr, LAYOUT: tl.constexpr, CHANNELS: tl.constexpr, MASKED: tl.constexpr
+):
+    """One plane of the block at token `start`: [CHANNELS, elements of a row]."""
+    ROW: tl.constexpr = LAYOUT[1] * BLOCK_TOKENS // 8 // LAYOUT[0]
     channel = tl.arange(0, CHANNELS)
-    pointer = base + (start // BLOCK_TOKENS).to(tl.int64) * LAYOUT[2] + LAYOUT[1]
-    pointer = pointer + ((channel * ROW)[:, None] + (column // ROW * LAYOUT[2] + column % ROW)[None, :])
+    pointer = _plane(base, start, LAYOUT) + ((channel * ROW)[:, None] + tl.arange(0, ROW)[None, :])
     if MASKED or CHANNELS != HEAD_DIM:
-        mask = (start // BLOCK_TOKENS + column // ROW < blocks)[None, :] & (channel < HEAD_DIM)[:, None]
-        return tl.load(pointer, mask=mask, other=0)
+        channels = tl.where(start < blocks * BLOCK_TOKENS, HEAD_DIM, 0)  # of this block, which may not exist
+        return tl.load(pointer, mask=(channel < channels)[:, None], other=0)
     else:
         return tl.load(pointer)
-
-
-@triton.jit
-def load_per_token(base, start, offset, blocks, MASKED: tl.constexpr):
-    """One number of each token `start` + `offset` [R]."""
-    if MASKED:
-        return tl.load(base + start + offset, mask=start + offset < blocks * BLOCK_TOKENS, other=0)
-    else:
-        return tl.load(base + start + offset)
 
 
 @triton.jit
 def load_keys(
-    base, start, offset, blocks, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
-    """The planes of key rows, as `decode_part` takes them."""
-    planes = (load_key_rows(base, start, offset, blocks, BITS, HEAD_DIM, 0, WIDTH, MASKED),)
+    base, start, blocks,
+    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    REPEATS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The planes of the keys of `TILE` tokens from `start`, by score row, as `decode_part` takes them."""
+    # The first plane is loaded in this order: only then does Triton swizzle it in shared memory.  Rows of the sign
+    # plane are so short that the order of the loads matters more.
+    token = tl.arange(0, TILE)
+    LOW: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
+    planes = (_load_key_rows(base, start, to_rows(token, SLOTS, REPEATS), blocks, HEAD_DIM, LOW, WIDTH, MASKED),)
     if BITS == 3:
-        planes = planes + (load_key_rows(base, start, offset, blocks, BITS, HEAD_DIM, 1, WIDTH // 2, MASKED),)
+        SIGN: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
+        signs = _load_key_rows(base, start, token, blocks, HEAD_DIM, SIGN, WIDTH // 4, MASKED)
+        planes = planes + (to_rows(signs, SLOTS, REPEATS),)
     return planes
 
 
 @triton.jit
 def load_values(
-    base, start, blocks,
-    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The planes of value rows, as `decode_part` takes them."""
-    planes = (load_value_rows(base, start, blocks, BITS, HEAD_DIM, 0, TILE, CHANNELS, MASKED),)
+    base, start, blocks, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, MASKED: tl.constexpr
+):
+    """The planes of the block of values at token `start`, as `decode_part` takes them."""
+    LOW: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
+    planes = (_load_value_rows(base, start, blocks, HEAD_DIM, LOW, CHANNELS, MASKED),)
     if BITS == 3:
-        planes = planes + (load_value_rows(base, start, blocks, BITS, HEAD_DIM, 1, TILE, CHANNELS, MASKED),)
+        SIGN: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
+        planes = planes + (_load_value_rows(base, start, blocks, HEAD_DIM, SIGN, CHANNELS, MASKED),)
     return planes
 
 
 @triton.jit
-def load_scales(base, start, offset, blocks, SLOTS: tl.constexpr, REPEATS: tl.constexpr, MASKED: tl.constexpr):
-    """`load_per_token`, float32 [R] by score row."""
-    return to_rows(load_per_token(base, start, offset, blocks, MASKED), SLOTS, REPEATS).to(tl.float32)
+def load_scales(
+    base, start, blocks, TILE: tl.constexpr, SLOTS: tl.constexpr, REPEATS: tl.constexpr, MASKED: tl.constexpr
+):
+    """float16 numbers of `TILE` tokens from `start`, float32 [TILE] by score row."""
+    # A thread's neighbouring tokens in one word: Triton prefetches no load of less than 4 bytes.
+    COUNT: tl.constexpr = 2 if REPEATS == 1 else 4
+    token = tl.arange(0, TILE // COUNT) * COUNT
+    pointer = (base + start).to(tl.pointer_type(tl.int32 if COUNT == 2 else tl.int64)) + token // COUNT
+    if MASKED:
+        word = tl.load(pointer, mask=start + token < blocks * BLOCK_TOKENS, other=0)
+    else:
+        word = tl.load(pointer)
+    x = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16))
+    if COUNT == 4:
+        x = tl.join(x, tl.join((word >> 32).to(tl.int16), (word >> 48).to(tl.int16))).permute(0, 2, 1)
+    return to_rows(x.reshape(TILE).to(tl.float16, bitcast=True).to(tl.float32), SLOTS, REPEATS)

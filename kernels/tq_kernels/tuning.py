@@ -14,17 +14,17 @@ class Config:
     registers: int | None = None  # limit per thread
 
 
-# By bits of a value: its rows are decoded in 1, 2 or 4 parts, of which each needs 64 tokens (wgmma's least M).
+# By bits of a value.  A tile has one block of values or two.
 DECODE = {
     8: Config(64, 4, 3, 3),
     4: Config(128, 4, 3, 4, 128),
-    3: Config(256, 4, 3, 3, 168),
-    2: Config(256, 4, 3, 4, 128),
+    3: Config(128, 4, 3, 4, 128),
+    2: Config(128, 4, 3, 5, 96),
 }
 
 
-# Without fp8 dots: what fits the shared memory of sm_75 (64 KiB); not measured.
-DECODE_SOFTWARE = {8: Config(64, 4, 1, 3), 4: Config(128, 4, 1, 3), 3: Config(256, 4, 1, 2), 2: Config(256, 4, 1, 2)}
+# Without fp8 dots: decoded rows of 16 or 32 bits go through shared memory (64 KiB on sm_75); not measured.
+DECODE_SOFTWARE = dict.fromkeys((8, 4, 3, 2), Config(64, 4, 1, 3))
 
 
 def choose(value_bits: int, fp8: bool = True) -> Config:

@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import capability, is_nvidia
 from .primitives import BLOCK_TOKENS, is_e5m2, parts
 
 
 def decoders(device: torch.device) -> tuple[bool, bool]:
     """MODE: whether codes are decoded by PTX, and whether the device converts e4m3 itself."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia, nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+    return is_nvidia(device), is_nvidia(device) and capability(device) >= (8, 9)
 
 
 # --- Decoders.

@@ -1,0 +1,21 @@
+"""What the launchers ask about a device, each once."""
+
+from functools import lru_cache
+
+import torch
+
+
+def is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, as torch counts it on AMD GPUs too; (0, 0) of what is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, 1 of anything else."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
