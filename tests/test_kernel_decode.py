@@ -11,6 +11,7 @@ import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
 
 from tq_cache import reference
+from tq_cache.parts import KVView
 from tq_cache.presets import FORMATS, PRESETS, Preset
 from tq_cache.static_storage import StaticStorage
 from tq_cache.storage import LayerStorage
@@ -172,16 +173,39 @@ def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.fl
     return errors
 
 
+def compare_exact(tokens, queries, device="cpu", dtype=torch.float32):
+    """Relative error of attention where nothing is packed, against sdpa in float64; causal, then with a mask."""
+    from tq_cache.triton_backend import attend
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 8, queries, 64), (2, 2, tokens, 64), (2, 2, tokens, 48))
+    query, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    causal = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+    mask = causal & (torch.arange(tokens, device=device) >= torch.tensor([0, 3], device=device)[:, None, None, None])
+    errors = []
+    for given, seen in ((None, causal), (mask, mask)):
+        out, _ = attend(query, KVView(keys, values), given, 0.125)
+        wide = (x.double() for x in (query, keys, values))
+        expected = torch.nn.functional.scaled_dot_product_attention(*wide, seen, scale=0.125, enable_gqa=True)
+        errors.append(relative_error(out, expected))
+    return errors
+
+
+EXACT = ((1, 1), (70, 1), (70, 5))
+
+
 def interpret_static():
     torch.set_num_threads(1)
     for case in STATIC:
         print_line(case[0], *compare_static(*case))
+    for tokens, queries in EXACT:
+        print_line(f"exact {tokens}", *compare_exact(tokens, queries))
 
 
 def test_interpreted_static_layer_equals_reference():
     pytest.importorskip("triton")
     lines = run_script(__file__, "interpret_static", interpret=True)
-    assert [line[0] for line in lines] == [case[0] for case in STATIC]
+    assert [line[0] for line in lines] == [case[0] for case in STATIC] + [f"exact {tokens}" for tokens, _ in EXACT]
     assert all(error < 1e-5 for line in lines for error in line[1:]), lines
 
 
@@ -336,6 +360,13 @@ def test_error_budget(name, dtype):
 @pytest.mark.parametrize("case", STATIC, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_static_layer_on_cuda(case):
     assert max(compare_static(*case, "cuda", torch.bfloat16)) < 5e-3
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize(("tokens", "queries"), [*EXACT, (5000, 1), (40000, 16)])
+def test_nothing_packed_on_cuda(tokens, queries):
+    assert max(compare_exact(tokens, queries, "cuda", torch.bfloat16)) < 5e-3
 
 
 @pytest.mark.gpu

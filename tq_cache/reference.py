@@ -20,6 +20,7 @@ __all__ = [
     "attend_static",
     "calibrate",
     "decode",
+    "decodes",
     "dequantize",
     "merge",
     "quantize",
@@ -30,6 +31,11 @@ __all__ = [
 
 # Packed tokens that attention holds unpacked at a time: what bounds its memory.
 TILE_TOKENS = 16 * BLOCK_TOKENS
+
+
+def decodes(query: torch.Tensor, view: KVView) -> bool:
+    """Whether `attend` is faster than sdpa, too, where all tokens are exact: never."""
+    return False
 
 
 def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:

@@ -18,7 +18,7 @@ from .reference import calibrate
 from .rotation import rotation_matrix
 from .static_parts import StaticParts, StaticSpec
 
-__all__ = ["append", "attend", "attend_static", "calibrate", "dequantize", "store_pair", "update_static"]
+__all__ = ["append", "attend", "attend_static", "calibrate", "decodes", "dequantize", "store_pair", "update_static"]
 
 _RULES = {
     "per_head": PER_HEAD,
@@ -65,6 +65,12 @@ def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.T
         return dequantize_states(states_of(states), length, dtype, value=states.role == "value")
 
 
+def decodes(query: torch.Tensor, view: KVView) -> bool:
+    """Whether the decode kernels take it: a few queries, with or without packed tokens."""
+    dims = query.shape[3], view.values.shape[3]
+    return query.shape[2] <= MAX_QUERIES and all(dim % 16 == 0 for dim in dims)
+
+
 def attend(
     query: torch.Tensor,
     view: KVView,
@@ -78,7 +84,7 @@ def attend(
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
-    run = decode if view.packed_length and query.shape[2] <= MAX_QUERIES else prefill
+    run = decode if decodes(query, view) else prefill
     arguments: dict[str, Any] = dict(
         packed_length=view.packed_length,
         scaling=scaling,

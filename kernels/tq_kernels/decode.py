@@ -46,7 +46,7 @@ from .primitives import (
     unit,
 )
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, apply_mask, lengths_now, soft_cap
-from .states import States
+from .states import States, no_states
 from .tuning import choose, choose_splits
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
@@ -308,8 +308,8 @@ class _Plan(NamedTuple):
 
 def decode(
     query: torch.Tensor,
-    key: States,
-    value: States,
+    key: States | None,
+    value: States | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
@@ -329,7 +329,7 @@ def decode(
     """Attention of up to 16 query tokens per sequence to sinks, packed tokens and a tail, in this order.
 
     query:         [B, H_q, S, D], bfloat16, float16 or float32
-    key, value:    packed states, of which the first `packed_length` tokens count, 0 for none; every number in their
+    key, value:    packed states, of which the first `packed_length` tokens count, or None; every number in their
                    blocks, also behind the last token, must be finite (`torch.zeros` is)
     keys, values:  the tail, [B, H_kv, n, D] and [B, H_kv, n, D_v], n >= 0, in the query's dtype; `sinks` likewise
     mask:          [1 or B, 1 or H_q, S, all tokens or more], bool (True takes part) or float (added), or None: causal,
@@ -345,6 +345,8 @@ def decode(
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
     [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
+    key = key or no_states(*keys.shape[:2], keys.shape[3], keys.device)
+    value = value or no_states(*values.shape[:2], values.shape[3], values.device)
     _check(query, key, value, keys, values, packed_length, mask, total)
     batch, heads, queries, _ = query.shape
     kv_heads, tail = keys.shape[1:3]

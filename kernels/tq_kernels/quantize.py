@@ -9,13 +9,13 @@ import triton.language as tl
 from .codes import float8_codes, gaussian_codes, uniform_codes
 from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane
 from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
-from .states import BLOCK_TOKENS, MIN_MAX, States
+from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, States
 
 LOOP = 4  # blocks of a program, where there are enough of them
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
-_MIN_MAX = tl.constexpr(MIN_MAX)
+_PER_HEAD, _MIN_MAX = tl.constexpr(PER_HEAD), tl.constexpr(MIN_MAX)
 
 
 @triton.jit
@@ -30,34 +30,21 @@ def _plain(x, center, smooth, channel, DIM: tl.constexpr):
 
 
 @triton.jit
-def _of_this_head(side, strides, DIM: tl.constexpr):
-    """The pointers of `side`, moved to the sequence and KV head of this program."""
-    x, packed, scale, zero, center, smooth, head_scale, rotation = side
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
-    pair = batch * tl.num_programs(1) + head
-    x += batch * strides[0] + head * strides[1]
-    packed += batch * strides[3] + head * strides[4]
-    if scale is not None:
-        scale += batch * strides[5] + head * strides[6]
-    if zero is not None:
-        zero += batch * strides[7] + head * strides[8]
-    if center is not None:
-        center += pair * DIM
-    if smooth is not None:
-        smooth += pair * DIM
-    if head_scale is not None:
-        head_scale += pair
-    return x, packed, scale, zero, center, smooth, head_scale, rotation
-
-
-@triton.jit
 def _float8_blocks(
     side, strides, start, end, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
     LOOP: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_blocks`, for codes of 8 bits: a byte each, nothing to put together."""
-    x, packed, _, _, center, smooth, factor, _ = _of_this_head(side, strides, DIM)
-    factor = tl.load(factor)
+    x, packed, _, _, center, smooth, head_scale, _ = side
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
+    pair = batch * tl.num_programs(1) + head
+    x += batch * strides[0] + head * strides[1]
+    packed += batch * strides[3] + head * strides[4]
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
+    factor = tl.load(head_scale + pair)
     row, channel = tl.arange(0, 64), tl.arange(0, triton.next_power_of_2(DIM))
     for step in tl.range(0, LOOP, num_stages=1):
         number = start // _BLOCK + tl.program_id(0) * LOOP + step
@@ -96,12 +83,20 @@ def _coded_blocks(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_blocks`, for codes of 4, 3 or 2 bits with a scale per token."""
-    x, packed, scale, zero, center, smooth, _, rotation = _of_this_head(side, strides, DIM)
+    x, packed, scale, zero, center, smooth, _, rotation = side
     BITS: tl.constexpr = CODING[0]
     WIDTH: tl.constexpr = max(64, triton.next_power_of_2(DIM))
     PARTS: tl.constexpr = parts(BITS)
     ROTATED: tl.constexpr = CODING[1] != _MIN_MAX
     HALVES: tl.constexpr = ROTATED and (DIM == 64 or DIM == 128)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
+    pair = batch * tl.num_programs(1) + head
+    x += batch * strides[0] + head * strides[1]
+    packed += batch * strides[3] + head * strides[4]
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
     row, column = tl.arange(0, 64), tl.arange(0, WIDTH)
     if VALUE:
         part, word, i = row_place(row, BITS, ROTATED)
@@ -134,8 +129,8 @@ def _coded_blocks(
             index, sign, factor = gaussian_codes(r, inside, CODING, DIM, DTYPE, PTX)
         else:
             index, sign, factor, middle = uniform_codes(r, inside, CODING)
-            tl.store(zero + token, middle, mask=valid)
-        tl.store(scale + token, factor, mask=valid)
+            tl.store(zero + batch * strides[7] + head * strides[8] + token, middle, mask=valid)
+        tl.store(scale + batch * strides[5] + head * strides[6] + token, factor, mask=valid)
         for plane in tl.static_range(2 if BITS == 3 else 1):
             if VALUE:
                 store_value_plane(block, index, sign, number, token, start, end, BITS, DIM, ROTATED, plane)

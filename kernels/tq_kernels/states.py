@@ -102,6 +102,14 @@ class States(NamedTuple):
                 )
 
 
+@lru_cache(maxsize=64)
+def no_states(batch: int, kv_heads: int, head_dim: int, device: torch.device) -> States:
+    """States without a token."""
+    packed = torch.empty(batch, kv_heads, 0, 64 * head_dim, dtype=torch.uint8, device=device)
+    scale = torch.ones(batch, kv_heads, 1, 1, device=device)
+    return States(packed, None, None, None, None, scale, None, Coding(8, PER_HEAD))
+
+
 @lru_cache
 def code_table(magnitudes: tuple[float, ...]) -> tuple[int, int]:
     """The eight table bytes of a symmetric codebook whose magnitudes are exact in e4m3, as two 32-bit words.
