@@ -32,9 +32,14 @@ def implementation(backend: str, keys: torch.Tensor, values: torch.Tensor) -> Mo
 
     `auto` takes the kernels wherever they run, else the reference; `triton` raises RuntimeError where they do not.
     """
+    return _implementation(backend, keys.device, keys.dtype, max(keys.shape[-1], values.shape[-1]))
+
+
+@lru_cache
+def _implementation(backend: str, device: torch.device, dtype: torch.dtype, widest: int) -> ModuleType:
     if backend == "reference":
         return reference
-    problem = _no_kernels(keys.device) or _not_for_kernels(keys, values)
+    problem = _no_kernels(device) or _not_for_kernels(dtype, widest)
     if problem is None:
         return _kernels()
     if backend == "triton":
@@ -49,12 +54,11 @@ def path(device: torch.device | str) -> str:
     return f"{hardware.REFERENCE} ({problem})" if problem else f"Triton kernels, {hardware.detect(device).decode_path}"
 
 
-def _not_for_kernels(keys: torch.Tensor, values: torch.Tensor) -> str | None:
-    widest = max(keys.shape[-1], values.shape[-1])
+def _not_for_kernels(dtype: torch.dtype, widest: int) -> str | None:
     if widest > MAX_KERNEL_HEAD_DIM:
         return f"the kernels take a head_dim up to {MAX_KERNEL_HEAD_DIM}, got {widest}"
-    if keys.dtype not in KERNEL_DTYPES:
-        return f"the kernels take bfloat16, float16 or float32, got {keys.dtype}"
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernels take bfloat16, float16 or float32, got {dtype}"
     return None
 
 

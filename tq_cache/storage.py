@@ -130,11 +130,21 @@ class LayerStorage:
         """
         held = None if self.tail_keys is None or self.tail_values is None else (self.tail_keys, self.tail_values)
         check_states(keys, values, self.given_scales if self.residual_length < UNLIMITED else None, held)
+        end = self.tail_length + keys.shape[2]
+        if held is not None and end <= min(held[0].shape[2], self._most_kept):  # most steps: nothing but a copy
+            tail = self._with_tail(keys, values)
+            self.tail_length = end
+            return self._view(*tail)
         # Buffers outlive an inference_mode block, in which plain tensors could not be written again outside it.
         with torch.inference_mode(False), torch.no_grad():
             view = self._view(*self._with_tail(keys, values))
             self._settle(view.keys.detach(), view.values.detach())
         return view
+
+    @property
+    def _most_kept(self) -> int:
+        """Tokens that a tail may hold before some are packed."""
+        return self.residual_length + (self.sink_tokens if self.sink_keys is None else 0)
 
     def _with_tail(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tail with the new tokens behind it: in its buffer while there is room, else beside it."""
@@ -153,11 +163,7 @@ class LayerStorage:
     def _settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Pack what is too much of a tail, keep the rest as the new one."""
         waiting = self.sink_tokens if self.sink_keys is None else 0
-        surplus = keys.shape[2] - waiting - self.residual_length
-        in_place = self.tail_keys is not None and keys.data_ptr() == self.tail_keys.data_ptr()
-        if surplus <= 0 and in_place:
-            self.tail_length = keys.shape[2]
-            return
+        surplus = keys.shape[2] - self._most_kept
         count = 0
         if surplus > 0:
             # Whole blocks where there are enough tokens, so that blocks fill once and stay aligned.

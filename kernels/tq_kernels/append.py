@@ -1,5 +1,9 @@
 """Append: new keys and values to their places in two buffers, in one launch."""
 
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +11,7 @@ import triton.language as tl
 from .launch import aligned, launch
 
 ELEMENTS = 2048  # of a tile
+_NUMBERS = count()
 
 
 @triton.jit
@@ -40,33 +45,39 @@ def append(
     The buffers are [B, H_kv, capacity, D] and [B, H_kv, capacity, D_v].  All four tensors are of one dtype; any strides
     but 1 in the last dimension.  Raises ValueError, before anything is written, if they do not fit each other.
     """
-    batch, heads, tokens, key_dim = keys.shape
-    _check(keys, tail_keys, keys, start)
-    _check(values, tail_values, keys, start)
-    if tokens == 0:
-        return
-    width = triton.next_power_of_2(max(key_dim, values.shape[3]))
-    rows = min(triton.next_power_of_2(tokens), max(1, ELEMENTS // width))
     tensors = (keys, values, tail_keys, tail_values)
-    strides = tuple(x.stride()[:3] for x in tensors)
-    constants = dict(KEY_DIM=key_dim, VALUE_DIM=values.shape[3], TOKENS=rows, WIDTH=width)
-    place = (keys.device, keys.dtype, strides, key_dim, values.shape[3], rows, aligned(*tensors))
-    grid = (triton.cdiv(tokens, rows), heads, 2 * batch)
-    launch(_append_kernel, place, grid, (*tensors, *strides, start, tokens), constants)
+    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
+    plan = _plan(shapes, strides, tuple(x.dtype for x in tensors))
+    batch, heads, tokens, _ = keys.shape
+    if start < 0 or start + tokens > plan.capacity:
+        raise ValueError(f"expected start >= 0 and room for {tokens} tokens, got start {start} of {plan.capacity}")
+    if tokens:
+        place = (plan.number, keys.device, aligned(*tensors))
+        grid = (-(-tokens // plan.constants["TOKENS"]), heads, 2 * batch)
+        launch(_append_kernel, place, grid, (*tensors, *plan.strides, start, tokens), plan.constants)
 
 
-def _check(x: torch.Tensor, buffer: torch.Tensor, keys: torch.Tensor, start: int) -> None:
-    """Raise ValueError unless `x` fits into tokens start .. of `buffer` and goes with `keys`."""
-    end = start + keys.shape[2]
-    if x.shape[:3] != keys.shape[:3] or x.dtype != keys.dtype or x.stride(3) != 1:
+class _Plan(NamedTuple):
+    """What is worked out once for shapes and dtypes."""
+
+    number: int  # no other plan has it
+    capacity: int  # tokens of the buffers
+    strides: tuple[tuple[int, ...], ...]
+    constants: dict[str, int]
+
+
+@lru_cache(maxsize=1024)
+def _plan(shapes, strides, dtypes) -> _Plan:
+    """Raises ValueError unless keys, values and their buffers fit each other."""
+    keys, values, tail_keys, tail_values = shapes
+    fit = keys[:3] == values[:3] and tail_keys[:3] == tail_values[:3] and keys[:2] == tail_keys[:2]
+    fit = fit and (keys[3], values[3]) == (tail_keys[3], tail_values[3])
+    if not fit or len(set(dtypes)) > 1 or any(stride[3] != 1 for stride in strides):
         raise ValueError(
-            f"expected {keys.dtype} {list(keys.shape[:3])} with stride 1 in the last dimension, "
-            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+            "expected keys and values [B, H_kv, T, D], buffers [B, H_kv, capacity, D] of the same D, one dtype and "
+            f"stride 1 in the last dimension, got {list(map(list, shapes))}, strides {strides}, {list(dtypes)}"
         )
-    fits = buffer.shape[:2] == x.shape[:2] and buffer.shape[3] == x.shape[3] and 0 <= start and end <= buffer.shape[2]
-    if not fits or buffer.dtype != x.dtype or buffer.stride(3) != 1:
-        raise ValueError(
-            f"expected a buffer of {x.dtype} [{x.shape[0]}, {x.shape[1]}, {end} or more, {x.shape[3]}] with stride 1 "
-            f"in the last dimension and start >= 0, got {buffer.dtype} {list(buffer.shape)} with strides "
-            f"{buffer.stride()}, start {start}"
-        )
+    width = triton.next_power_of_2(max(keys[3], values[3]))
+    rows = min(triton.next_power_of_2(max(keys[2], 1)), max(1, ELEMENTS // width))
+    constants = dict(KEY_DIM=keys[3], VALUE_DIM=values[3], TOKENS=rows, WIDTH=width)
+    return _Plan(next(_NUMBERS), tail_keys[2], tuple(stride[:3] for stride in strides), constants)

@@ -166,15 +166,24 @@ def uniform_codes(x, inside, CODING: tl.constexpr):
 
 
 @triton.jit
+def _divide(x, scale, limit):
+    """x / scale, of x cut off at `limit`, rounded as a division is (Markstein), in three operations for the tile."""
+    scale = tl.maximum(scale, 2.0**-126)
+    inverse = tl.div_rn(1.0, scale)
+    x = tl.clamp(x, -limit, limit)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+
+
+@triton.jit
 def float8_codes(x, scale, EXPONENT: tl.constexpr, NATIVE: tl.constexpr):
-    """Byte, int32, of the float8 nearest to x / scale: ties to even, saturating, NaN where x is NaN or inf."""
+    """Byte, uint8, of the float8 nearest to x / scale: ties to even, saturating, NaN where x is NaN or inf."""
     LIMIT: tl.constexpr = 448.0 if EXPONENT == 4 else 57344.0
     finite = tl.abs(x) < float("inf")
-    limit = tl.minimum(LIMIT, LARGEST / scale)
-    x = tl.clamp(tl.div_rn(x, scale + tl.zeros_like(x)), -limit, limit)
+    x = tl.clamp(_divide(x, scale, tl.minimum(2 * LIMIT * scale, LARGEST)), -LIMIT, LIMIT)
     if NATIVE:
         x = tl.where(finite, x, float("nan"))
-        return x.to(tl.float8e4nv if EXPONENT == 4 else tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+        return x.to(tl.float8e4nv if EXPONENT == 4 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         bits = tl.where(finite, x, 0.0).to(tl.int32, bitcast=True)
         sign, size = (bits >> 24) & 128, bits & 0x7FFFFFFF
@@ -185,4 +194,4 @@ def float8_codes(x, scale, EXPONENT: tl.constexpr, NATIVE: tl.constexpr):
         SHIFT: tl.constexpr = 16 + EXPONENT  # mantissa bits that go
         REBIAS: tl.constexpr = (128 - (1 << (EXPONENT - 1))) << 23
         large = (size - REBIAS + (1 << (SHIFT - 1)) - 1 + ((size >> SHIFT) & 1)) >> SHIFT
-        return tl.where(finite, tl.where(size < REBIAS + (1 << 23), small, large) | sign, 127)
+        return tl.where(finite, tl.where(size < REBIAS + (1 << 23), small, large) | sign, 127).to(tl.uint8)

@@ -347,7 +347,10 @@ def decode(
     """
     key = key or no_states(*keys.shape[:2], keys.shape[3], keys.device)
     value = value or no_states(*values.shape[:2], values.shape[3], values.device)
-    _check(query, key, value, keys, values, packed_length, mask, total)
+    _check(
+        *((x.shape, x.stride(3), x.dtype) for x in (query, keys, values)), key.layout, value.layout, packed_length,
+        None if mask is None else mask.shape, total is not None,
+    )  # fmt: skip
     batch, heads, queries, _ = query.shape
     kv_heads, tail = keys.shape[1:3]
     path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
@@ -419,13 +422,13 @@ def _launch_merge(plan, work, query, value, s_aux, splits, all_splits):
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
     """Splits of the packed tokens and of the tail."""
-    programs, available = pairs * triton.cdiv(columns, _columns(columns, path)), multiprocessors(device)
+    programs, available = pairs * -(-columns // _columns(columns, path)), multiprocessors(device)
     if not packed:
         splits = 0
     elif splits is None:
         splits = choose_splits(config, programs, packed, available)
     most = MAX_EXACT_SPLITS if packed else max(MAX_EXACT_SPLITS, min(8 * available // programs, 128))
-    return splits, min(triton.cdiv(tail, EXACT_TILE.value), most)
+    return splits, min(-(-tail // EXACT_TILE.value), most)
 
 
 def _columns(columns, path):
@@ -480,31 +483,36 @@ def _describe(mask, batch, heads, queries):
     return _Mask(mask, mask.stride(), kind.value)
 
 
-def _check(query, key, value, keys, values, packed_length, mask, static):
-    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
+@lru_cache(maxsize=1024)
+def _check(query, keys, values, key, value, packed_length, mask, static):
+    """Raise ValueError, with what was given, on what the kernels would read wrongly.
+
+    query, keys, values: (shape, stride of the last dimension, dtype); mask: its shape
+    """
+    (query, keys, values), last_strides, dtypes = zip(query, keys, values, strict=True)
     key.check(packed_length)
     value.check(packed_length)
-    batch, heads, queries, dim = query.shape
-    kv_heads, tail = keys.shape[1:3]
+    batch, heads, queries, dim = query
+    kv_heads, tail = keys[1:3]
     if not 0 < queries <= MAX_QUERIES:
         raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; prefill takes more")
-    if heads % kv_heads or keys.shape != (batch, kv_heads, tail, dim) or keys.shape[:3] != values.shape[:3]:
+    if heads % kv_heads or keys != (batch, kv_heads, tail, dim) or keys[:3] != values[:3]:
         raise ValueError(
             f"expected keys [{batch}, a divisor of {heads}, n, {dim}] and values that differ at most in head_dim, "
-            f"got {list(keys.shape)} and {list(values.shape)}"
+            f"got {list(keys)} and {list(values)}"
         )
-    held = (*key.packed.shape[:2], key.head_dim, *value.packed.shape[:2], value.head_dim)
-    if held != (batch, kv_heads, dim, batch, kv_heads, values.shape[3]):
+    held = (*key.shape[:2], key.head_dim, *value.shape[:2], value.head_dim)
+    if held != (batch, kv_heads, dim, batch, kv_heads, values[3]):
         raise ValueError(
-            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values.shape[3]}, "
+            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values[3]}, "
             f"got {list(held[:3])} and {list(held[3:])}"
         )
-    if keys.dtype != query.dtype or values.dtype != query.dtype or query.dtype not in QUERY_DTYPES:
-        raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {query.dtype}, {keys.dtype}, {values.dtype}")
-    if any(x.stride(-1) != 1 for x in (query, keys, values)):
+    if len(set(dtypes)) > 1 or dtypes[0] not in QUERY_DTYPES:
+        raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {', '.join(map(str, dtypes))}")
+    if last_strides != (1, 1, 1):
         raise ValueError("expected query, keys and values whose last dimension is contiguous")
-    if static is not None and (queries > 1 or tail % BLOCK_TOKENS.value):
+    if static and (queries > 1 or tail % BLOCK_TOKENS.value):
         raise ValueError(f"expected one query and a ring of whole blocks with total, got {queries} and {tail} slots")
-    total = packed_length + tail if static is None else 1
-    if mask is not None and (mask.dim() != 4 or mask.shape[2] != queries or mask.shape[3] < total):
-        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask.shape)}")
+    total = 1 if static else packed_length + tail
+    if mask is not None and (len(mask) != 4 or mask[2] != queries or mask[3] < total):
+        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask)}")

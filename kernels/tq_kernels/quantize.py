@@ -51,7 +51,7 @@ def _float8_blocks(
         token = number * _BLOCK + row
         valid = (token >= start) & (token < end)
         rows = _plain(load_rows(x, strides[2], token - start, valid, channel, DIM), center, smooth, channel, DIM)
-        codes = float8_codes(rows, factor, CODING[4], NATIVE).to(tl.uint8)
+        codes = float8_codes(rows, factor, CODING[4], NATIVE)
         block = packed + number.to(tl.int64) * (_BLOCK * DIM)
         if VALUE:
             inside = (channel < DIM)[:, None] & valid[None, :]

@@ -79,27 +79,50 @@ class States(NamedTuple):
         assert scale is not None
         return (scale,) if self.zero is None else (scale, self.zero)
 
+    @property
+    def layout(self) -> "Layout":
+        """All that `check` looks at."""
+        packed, absent = self.packed, tuple(x is None for x in self[1:7])
+        return Layout(packed.shape, packed.stride(), absent, self.coding.bits, self.coding.rule)
+
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the tensors fit each other and have room for `tokens`."""
-        packed, size, bits = self.packed, self.packed.shape[3], self.coding.bits
-        if self.head_dim % 16 or size != 8 * self.head_dim * bits or packed.stride()[2:] != (size, 1):
+        self.layout.check(tokens)
+
+
+class Layout(NamedTuple):
+    """Shape and strides of packed bytes, which of the other tensors are None, and how they are coded."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    absent: tuple[bool, ...]
+    bits: int
+    rule: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape[3] // (8 * self.bits)
+
+    def check(self, tokens: int) -> None:
+        """See `States.check`."""
+        blocks, size = self.shape[2:]
+        if self.head_dim % 16 or size != 8 * self.head_dim * self.bits or self.strides[2:] != (size, 1):
             raise ValueError(
-                f"expected blocks of 8 * D * {bits} bytes, D a multiple of 16, contiguous in the last two dimensions, "
-                f"got {list(packed.shape)} with strides {packed.stride()}"
+                f"expected blocks of 8 * D * {self.bits} bytes, D a multiple of 16, contiguous in the last two "
+                f"dimensions, got {list(self.shape)} with strides {self.strides}"
             )
-        if tokens > self.capacity:
-            raise ValueError(f"expected room for {tokens} tokens, got {packed.shape[2]} blocks of {BLOCK_TOKENS}")
+        if tokens > blocks * BLOCK_TOKENS:
+            raise ValueError(f"expected room for {tokens} tokens, got {blocks} blocks of {BLOCK_TOKENS}")
+        absent = dict(zip(States._fields[1:7], self.absent, strict=True))
         wanted = {
-            "scale": self.coding.rule != PER_HEAD,
-            "zero": self.coding.rule == MIN_MAX,
-            "head_scale": self.coding.rule == PER_HEAD,
-            "rotation": self.coding.rotated,
+            "scale": self.rule != PER_HEAD,
+            "zero": self.rule == MIN_MAX,
+            "head_scale": self.rule == PER_HEAD,
+            "rotation": self.rule in (NORM, UNBIASED, LEAST_SQUARES),
         }
         for name, needed in wanted.items():
-            if needed != (getattr(self, name) is not None):
-                raise ValueError(
-                    f"expected {'a' if needed else 'no'} {name} with rule {self.coding.rule}, got {getattr(self, name)}"
-                )
+            if needed == absent[name]:
+                raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {self.rule}, got the opposite")
 
 
 @lru_cache(maxsize=64)
