@@ -1,19 +1,16 @@
 """Quantise on update, on a CUDA GPU, beside what a 16-bit cache does: a bf16 copy of the same tokens.
 
-    PYTHONPATH=.:kernels python3 benchmarks/quantise.py --out benchmarks/results/quantise_h200.json
+    python benchmarks/quantise.py --out benchmarks/results/quantise_h200.json
 
 Keys and values of 8 KV heads, head_dim 128, bf16, in one launch, for every preset.  Times are medians of CUDA graph
 replays; `packed_gb_s` counts bytes read and written, `copy_gb_s` those of a large device copy in the same run.
 """
 
 import argparse
-import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+from measure import copy_gb_s, machine, microseconds, write
 from tq_kernels.append import append
 from tq_kernels.quantize import quantize
 
@@ -39,27 +36,7 @@ def make(preset: str, batch: int, tokens: int) -> tuple[list[PackedStates], list
     return packed, vectors
 
 
-def microseconds(function: Callable[[], object], calls: int, repeats: int = 15) -> float:
-    """Median of graph replays of `calls` calls each, a call."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
-
-
-def measure(preset: str, batch: int, tokens: int) -> dict:
-    """One row, without `copy_gb_s`."""
+def measure(preset: str, batch: int, tokens: int, copy: float) -> dict:
     packed, vectors = make(preset, batch, tokens)
     copies = [torch.empty_like(x) for x in vectors]
     sides = [states_of(states) for states in packed]
@@ -67,51 +44,30 @@ def measure(preset: str, batch: int, tokens: int) -> dict:
     us = microseconds(lambda: quantize(*sides, *vectors, 0), calls)
     copied = microseconds(lambda: append(*vectors, *copies, 0), calls)
     written = batch * KV_HEADS * tokens * PRESETS[preset].token_bytes(HEAD_DIM, HEAD_DIM)
-    return {
-        "format": preset,
-        "batch": batch,
-        "q_heads": Q_HEADS,
-        "kv_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "tokens": tokens,
-        "us": round(us, 2),
-        "baseline": "bf16 copy of keys and values in one launch",
-        "baseline_us": round(copied, 2),
-        "ratio": round(copied / us, 3),
-        "packed_gb_s": round((written + sum(x.nbytes for x in vectors)) / us / 1e3, 1),
-    }
-
-
-def copy_gb_s() -> float:
-    """Bytes read and written by a large copy, a second."""
-    source = torch.randn(1, KV_HEADS, 1 << 19, HEAD_DIM, device="cuda").bfloat16()
-    target = torch.empty_like(source)
-    return round(2 * 2 * source.nbytes / microseconds(lambda: append(source, source, target, target, 0), 4) / 1e3, 1)
+    moved = written + sum(x.nbytes for x in vectors)
+    row = dict(format=preset, batch=batch, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, tokens=tokens)
+    row |= dict(us=round(us, 2), baseline="bf16 copy of keys and values in one launch", baseline_us=round(copied, 2))
+    return row | dict(ratio=round(copied / us, 3), packed_gb_s=round(moved / us / 1e3, 1), copy_gb_s=round(copy, 1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
     parser.add_argument("--presets", nargs="*", default=list(PRESETS))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 64, 1024, 4096, 32768])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.manual_seed(0)
-    ceiling = copy_gb_s()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {ceiling} GB/s copied"
-    )
-    rows = []
-    for batch in arguments.batches:
-        print(f"batch {batch}, us {' ' * 8}" + "".join(f"{tokens:>10}" for tokens in arguments.tokens))
-        for preset in arguments.presets:
-            new = [measure(preset, batch, tokens) | {"copy_gb_s": ceiling} for tokens in arguments.tokens]
+    copy, rows = copy_gb_s(), []
+    print("{device}, torch {torch}, triton {triton}".format(**machine()) + f", {copy:.1f} GB/s copied")
+    for batch in options.batches:
+        print(f"batch {batch}, us {' ' * 8}" + "".join(f"{tokens:>10}" for tokens in options.tokens))
+        for preset in options.presets:
+            new = [measure(preset, batch, tokens, copy) for tokens in options.tokens]
             print(f"{preset:20}" + "".join(f"{row['us']:10.1f}" for row in new), flush=True)
             rows += new
+            write(options.out, rows)
         print(f"{'bf16 copy':20}" + "".join(f"{row['baseline_us']:10.1f}" for row in new), flush=True)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
