@@ -1,6 +1,6 @@
 """One layer's keys and values in memory that is allocated once, at fixed addresses (drawn in `static_parts`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -34,7 +34,6 @@ class StaticStorage:
                 f"expected a residual_length that is a multiple of {BLOCK_TOKENS} with max_cache_len, "
                 f"got {residual_length}"
             )
-        self.preset = preset
         self.spec = StaticSpec(preset, residual_length, max_length, backend)
         self.given_scales = dict(given_scales or {})
         self.parts: StaticParts | None = None
@@ -79,17 +78,19 @@ class StaticStorage:
         Raises ValueError, before anything changes, also when there is no room.
         """
         check_states(keys, values, self.given_scales, None if self.parts is None else self.parts.ring)
-        length, count = self.length, keys.shape[2]
-        if length + count > self.spec.max_length:
-            raise ValueError(
-                f"expected at most max_cache_len = {self.spec.max_length} tokens, got {length} held and {count} new; "
-                "make the cache with a larger max_cache_len"
-            )
         with torch.inference_mode(False), torch.no_grad():
+            if self.parts is None:
+                old = KVView(keys[:, :, :0], values[:, :, :0], backend=self.spec.backend)
+            else:
+                old = self.parts.view()  # waits for the device, once
+            length, count = old.length, keys.shape[2]
+            if length + count > self.spec.max_length:
+                raise ValueError(
+                    f"expected at most max_cache_len = {self.spec.max_length} tokens, got {length} held and "
+                    f"{count} new; make the cache with a larger max_cache_len"
+                )
             if length == 0:
                 self._start(keys.detach(), values.detach())
-            assert self.parts is not None
-            old = self.parts.view()
             view = replace(old, keys=torch.cat([old.keys, keys], dim=2), values=torch.cat([old.values, values], dim=2))
             self._settle(view.keys.detach(), view.values.detach(), old.packed_length, length + count)
         return view
@@ -110,7 +111,7 @@ class StaticStorage:
     def _start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Calibrate on the first chunk, and allocate where nothing is yet."""
         run = ops.implementation(self.spec.backend, keys, values)
-        pair = calibrate_pair(run, self.preset, keys, values, self.given_scales)
+        pair = calibrate_pair(run, self.spec.preset, keys, values, self.given_scales)
         calibration = [tensor for part in pair for tensor in tensors(part)]
         if self.parts is not None:
             for held, new in zip(self.parts.calibration, calibration, strict=True):
@@ -123,7 +124,7 @@ class StaticStorage:
         capacity = packed_tokens(self.spec.max_length, self.spec.residual_length)
         formats: dict[Role, torch.Tensor] = {"key": keys, "value": values}
         for (role, x), measured in zip(formats.items(), pair, strict=True):
-            fmt = self.preset.key if role == "key" else self.preset.value
+            fmt = self.spec.preset.key if role == "key" else self.spec.preset.value
             states = PackedStates.empty(role, fmt, x, capacity, measured)
             buffers += [tensor for tensor in (states.packed, states.scale, states.zero) if tensor is not None]
         total = torch.zeros((), dtype=torch.int64, device=keys.device)
@@ -144,8 +145,18 @@ class StaticStorage:
             raise NotImplementedError("a preallocated cache cannot be cropped; leave max_cache_len out, or reset()")
 
     def select(self, indices: torch.Tensor) -> None:
-        """The sequences `indices`, as many as there are, in that order."""
-        self._write(lambda tensor: tensor[indices.to(tensor.device)])
+        """The sequences `indices`, in that order; raises NotImplementedError unless they are as many as there are."""
+        if self.parts is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in (*self.parts.held, *self.parts.calibration):
+                new = tensor[indices.to(tensor.device)]
+                if new.shape != tensor.shape:
+                    raise NotImplementedError(
+                        f"expected as many sequences as a preallocated cache holds ({tensor.shape[0]}), "
+                        f"got {new.shape[0]}; leave max_cache_len out"
+                    )
+                tensor.copy_(new)
 
     def repeat(self, repeats: int) -> None:
         """Raises NotImplementedError: there is no room for more sequences."""
@@ -154,16 +165,3 @@ class StaticStorage:
     def to(self, device: torch.device | str) -> None:
         """Raises NotImplementedError: the addresses are fixed."""
         raise NotImplementedError("a preallocated cache cannot be moved; leave max_cache_len or offloading out")
-
-    def _write(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.parts is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor in (*self.parts.held, *self.parts.calibration):
-                new = function(tensor)
-                if new.shape != tensor.shape:
-                    raise NotImplementedError(
-                        f"expected as many sequences as a preallocated cache holds ({tensor.shape[0]}), "
-                        f"got {new.shape[0]}; leave max_cache_len out"
-                    )
-                tensor.copy_(new)
