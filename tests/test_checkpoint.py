@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tq_cache import PRESETS, TurboQuantCache, hardware, packing, scales
 from tq_cache.checkpoint import find_folder, read_declaration, scale_tensors
 from tq_cache.cli import app
-from tq_cache.demo import EMBEDDED_MODEL, encode, generate, load_model, make_cache
+from tq_cache.demo import EMBEDDED_MODEL, encode, generate, make_cache
 from tq_cache.evaluate import EvalSettings, evaluate
 from tq_cache.geometry import load_config
 from tq_cache.hardware import ARCHITECTURES
@@ -533,12 +533,6 @@ def test_info_on_a_checkpoint(name, lines, tmp_path):
 # ------------------------------------------------------------------------------------------------ the embedded model
 
 SKIP = ("sliding_window",)
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    torch.set_num_threads(1)
-    return load_model(EMBEDDED_MODEL, torch.float32)
 
 
 @pytest.fixture(scope="module")

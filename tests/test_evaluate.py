@@ -8,16 +8,10 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from tq_cache import TurboQuantCache
-from tq_cache.demo import EMBEDDED_MODEL, demo_case, encode, generate, load_model, make_cache, run_demo
+from tq_cache.demo import demo_case, encode, generate, load_model, make_cache, run_demo
 from tq_cache.evaluate import EvalSettings, decode_logits, evaluate, recalls, steps, text_scores
 
 SKIP = ("sliding_window",)
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    torch.set_num_threads(1)
-    return load_model(EMBEDDED_MODEL, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
 
 from tq_cache import reference
-from tq_cache.parts import KVView
+from tq_cache.parts import KVView, map_tensors
 from tq_cache.presets import FORMATS, PRESETS, Preset
 from tq_cache.static_storage import StaticStorage
 from tq_cache.storage import LayerStorage
@@ -191,7 +191,22 @@ def compare_exact(tokens, queries, device="cpu", dtype=torch.float32):
     return errors
 
 
+def compare_lengths(*lengths):
+    """Relative errors of sequences of which so many packed tokens count, each against the reference for it alone."""
+    case = Case("tq4", batch=len(lengths), tail=20)
+    view, query = case.view(), case.query()
+    out, lse = run_kernel(case, view, query, None, {}, lengths=torch.tensor(lengths, dtype=torch.int32))
+    errors = []
+    for row, length in enumerate(lengths):
+        alone = map_tensors(view, lambda x, row=row: x[row : row + 1])
+        alone = replace(alone, packed_length=min(length, case.tokens))
+        expected = reference.attend(query[row : row + 1].double(), alone, None, case.dim**-0.5)
+        errors += [relative_error(x[row : row + 1], y) for x, y in zip((out, lse), expected, strict=True)]
+    return errors
+
+
 EXACT = ((1, 1), (70, 1), (70, 5))
+LENGTHS = (0, 70, 999)  # of 192 tokens
 
 
 def interpret_static():
@@ -200,17 +215,17 @@ def interpret_static():
         print_line(case[0], *compare_static(*case))
     for tokens, queries in EXACT:
         print_line(f"exact {tokens}", *compare_exact(tokens, queries))
+    print_line("lengths", *compare_lengths(*LENGTHS))
 
 
 def test_interpreted_static_layer_equals_reference():
-    pytest.importorskip("triton")
     lines = run_script(__file__, "interpret_static", interpret=True)
-    assert [line[0] for line in lines] == [case[0] for case in STATIC] + [f"exact {tokens}" for tokens, _ in EXACT]
+    names = [case[0] for case in STATIC] + [f"exact {tokens}" for tokens, _ in EXACT] + ["lengths"]
+    assert [line[0] for line in lines] == names
     assert all(error < 1e-5 for line in lines for error in line[1:]), lines
 
 
 def check_interpreted(names):
-    pytest.importorskip("triton")
     lines = run_script(__file__, "interpret", *names, interpret=True)
     assert {line[0] for line in lines} == set(names)
     for name, compute, error, lse_error in lines:
@@ -294,7 +309,6 @@ def _compile(target, dtype, key, value):
 
 
 def check_compiled(target, *dtypes):
-    pytest.importorskip("triton")
     lines = run_script(__file__, "compile", target, *dtypes)
     assert {line[0] for line in lines} == set(dtypes)
     if target == "sm_90":  # 16-bit queries go to the fp8 tensor cores

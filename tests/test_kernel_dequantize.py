@@ -76,7 +76,6 @@ def interpret(*names: str) -> None:
 
 
 def test_interpreted_equals_reference():
-    pytest.importorskip("triton")
     lines = run_script(__file__, "interpret", *CASES, interpret=True)
     assert len(lines) == 2 * len(CASES)
     for name, error, allowed in lines:
@@ -118,14 +117,12 @@ def _compile(target, role, fmt, dtype, dim):
 
 @pytest.mark.parametrize("target", ["sm_80"])
 def test_compiles(target):
-    pytest.importorskip("triton")
     assert run_script(__file__, "compile", target, "few")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_target(target):
-    pytest.importorskip("triton")
     assert run_script(__file__, "compile", target, "full")
 
 

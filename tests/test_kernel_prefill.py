@@ -164,7 +164,6 @@ def _plain_attention(query, keys, values):
 
 
 def check_interpreted(names) -> None:
-    pytest.importorskip("triton")
     lines = run_script(__file__, "interpret", *names, interpret=True)
     assert {line[0] for line in lines} == set(names)
     for name, error, lse_error in lines:
@@ -270,14 +269,12 @@ def _compile(target, kernel, preset, dtype):
 
 @pytest.mark.parametrize("target", ["sm_90"])
 def test_compiles(target):
-    pytest.importorskip("triton")
     assert run_script(__file__, "compile", target, "few")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_target(target):
-    pytest.importorskip("triton")
     assert run_script(__file__, "compile", target, "full")
 
 

@@ -227,7 +227,6 @@ def compile_all(target: str) -> None:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    pytest.importorskip("triton")
     return dict(run_script(__file__, "interpret", interpret=True))
 
 
@@ -242,7 +241,6 @@ def test_interpreter_appends(interpreted):
 
 @pytest.mark.parametrize("target", REPRESENTATIVE)
 def test_compiles(target):
-    pytest.importorskip("triton")
     (line,) = run_script(__file__, "compile", target, *REPRESENTATIVE[target])
     assert target != "sm_90" or line[3]  # rotated on tensor cores
 
@@ -250,7 +248,6 @@ def test_compiles(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_every_format(target):
-    pytest.importorskip("triton")
     assert len(run_script(__file__, "compile", target)) == len(DTYPES)
 
 

@@ -55,7 +55,6 @@ def interpret(*names):
 
 
 def test_interpreted_equals_reference():
-    pytest.importorskip("triton")
     lines = run_script(__file__, "interpret", *NAMES, interpret=True)
     assert [line[0] for line in lines] == list(NAMES)
     for name, *shares in lines:
@@ -91,7 +90,6 @@ def compile_all(target, *presets):
 
 
 def check_compiled(target, *presets):
-    pytest.importorskip("triton")
     assert len(run_script(__file__, "compile", target, *presets)) == len(DTYPES) * len(presets)
 
 

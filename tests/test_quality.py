@@ -2,15 +2,9 @@
 
 import pytest
 
-from tq_cache.demo import EMBEDDED_MODEL, load_model
 from tq_cache.evaluate import EvalSettings, evaluate
 
 EVERYTHING_PACKED = dict(residual_length=0, skip_layers=(), boundary_layers=0)
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    return load_model(EMBEDDED_MODEL, dtype="float32")
 
 
 def recall(embedded, preset: str, **settings) -> float:
