@@ -32,7 +32,7 @@ def _plain(x, center, smooth, channel, DIM: tl.constexpr):
 @triton.jit
 def _float8_blocks(
     side, strides, start, end, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    LOOP: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_blocks`, for codes of 8 bits: a byte each, nothing to put together."""
     x, packed, _, _, center, smooth, head_scale, _ = side
@@ -46,16 +46,19 @@ def _float8_blocks(
         smooth += pair * DIM
     factor = tl.load(head_scale + pair)
     row, channel = tl.arange(0, 64), tl.arange(0, triton.next_power_of_2(DIM))
-    for step in tl.range(0, LOOP, num_stages=1):
+    for step in tl.range(0, LOOP, num_stages=STAGES):
         number = start // _BLOCK + tl.program_id(0) * LOOP + step
         token = number * _BLOCK + row
         valid = (token >= start) & (token < end)
         rows = _plain(load_rows(x, strides[2], token - start, valid, channel, DIM), center, smooth, channel, DIM)
         codes = float8_codes(rows, factor, CODING[4], NATIVE)
         block = packed + number.to(tl.int64) * (_BLOCK * DIM)
-        if VALUE:
-            inside = (channel < DIM)[:, None] & valid[None, :]
-            tl.store(block + channel[:, None] * _BLOCK + row[None, :], tl.trans(codes), mask=inside)
+        if VALUE:  # whole rows of bytes; those behind `end` do not matter
+            codes, place = tl.trans(codes), block + channel[:, None] * _BLOCK + row[None, :]
+            exists = (channel < DIM)[:, None] & (number * _BLOCK + 0 * row < end)[None, :]
+            if number * _BLOCK < start:
+                codes = tl.where(valid[None, :], codes, tl.load(place, mask=exists, other=0))
+            tl.store(place, codes, mask=exists)
         else:
             inside = valid[:, None] & (channel < DIM)[None, :]
             tl.store(block + row[:, None] * DIM + channel[None, :], codes, mask=inside)
@@ -69,7 +72,7 @@ def quantize_blocks(
 ):  # fmt: skip
     """Blocks program_id(0) * LOOP .. of keys or of values, counted from that of token `start`."""
     if CODING[0] == 8:
-        _float8_blocks(side, strides, start, end, CODING, DIM, VALUE, NATIVE, LOOP)
+        _float8_blocks(side, strides, start, end, CODING, DIM, VALUE, NATIVE, LOOP, STAGES)
     else:
         _coded_blocks(
             side, strides, start, end, CODING, DIM, VALUE, DTYPE, TERMS, PRECISION, PTX, LOOP, STAGES
