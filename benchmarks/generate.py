@@ -4,8 +4,8 @@
 
 Models have the shape of Llama-3.1-8B, Llama-3.2-1B or Qwen3-0.6B and random weights in bfloat16.  Caches are filled
 with random keys and values (a step does not care which), steps are timed one by one with the device waited for, and
-the median counts.  `--prefill` also runs a real prompt of that length through the model, for the time to the first
-token and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
+the median counts.  `--prefill` fills them by a real prompt instead, for the time to the first token
+and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from measure import copy_gb_s, write
-from transformers import DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config, StaticCache
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig, QuantizedCache, Qwen3Config, StaticCache
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
@@ -64,6 +64,8 @@ def make_cache(name: str, mode: str, config: PretrainedConfig, tokens: int) -> t
         return DynamicCache(config=config), "sdpa"
     if name == "StaticCache":
         return StaticCache(config=config, max_cache_len=room), "sdpa"
+    if name == "QuantizedCache":  # transformers' own, 4 bits; needs optimum-quanto
+        return QuantizedCache("quanto", config), "sdpa"
     return TurboQuantCache(config, name, max_cache_len=room if mode == "compiled" else None), "turboquant"
 
 
@@ -73,12 +75,6 @@ def fill(cache, config: PretrainedConfig, batch: int, tokens: int) -> None:
         shape = (batch, config.num_key_value_heads, tokens, head_dim)
         keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         cache.update(keys, values, layer)
-
-
-def cache_bytes(cache) -> int:
-    if isinstance(cache, TurboQuantCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def step_ms(model, cache, mode: str, batch: int, tokens: int, steps: int) -> float:
@@ -117,11 +113,12 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
     ttft = peak = None
     cache, attention = make_cache(name, mode, config, tokens)
     model.set_attn_implementation(attention)
+    before = torch.cuda.memory_allocated()
     if options.prefill:
         ttft, peak = prefill(model, cache, batch, tokens)
     else:
         fill(cache, config, batch, tokens)
-    size = cache_bytes(cache)
+    size = torch.cuda.memory_allocated() - before
     ms = step_ms(model, cache, mode, batch, tokens, options.steps)
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     row = dict(model=options.model, cache=name, mode=mode, batch=batch, tokens=tokens, ms_per_step=round(ms, 3))
@@ -151,8 +148,8 @@ def main() -> None:
         batch, tokens = map(int, shape.split("x"))
         try:
             rows.append(measure(model, options, batch, tokens, name, mode, copy))
-        except torch.OutOfMemoryError:
-            print(f"{options.model:10} {shape:12} {name:12} {mode:8} out of memory", flush=True)
+        except (torch.OutOfMemoryError, ImportError) as problem:
+            print(f"{options.model:10} {shape:12} {name:12} {mode:8} {str(problem)[:80]}", flush=True)
         write(options.out, rows)
 
 

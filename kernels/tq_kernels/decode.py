@@ -59,9 +59,12 @@ DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.f
 
 
 @triton.jit
-def _packed_scores(q, rows, scale, shift, softcap, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+def _packed_scores(
+    q, rows, scale, shift, softcap, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, TWINS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Scores [tokens, columns] of decoded key rows; `scale` [tokens], or a number, is their factor."""
-    s = gather_terms(tl.dot(rows, q, input_precision=PRECISION), TERMS, 1)
+    s = gather_terms(tl.dot(rows, q, input_precision=PRECISION), TERMS, TWINS, 1)
     s *= scale if scale.numel == 1 else scale[:, None]
     if SOFTCAP:
         s = soft_cap(s + shift[None, :], softcap)
@@ -134,7 +137,7 @@ def _decode_split_kernel(
     CHANNELS: tl.constexpr = max(triton.next_power_of_2(DIMS[1]), 64)
     REPEATS: tl.constexpr = max(TILE // 16 // LAUNCH[1], 1)
     SLOTS: tl.constexpr = TILE // (16 * REPEATS)
-    N: tl.constexpr = COLUMNS * TERMS
+    TWINS: tl.constexpr = max(16 // (COLUMNS * TERMS), 1)
     TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
 
     batch, kv_head = tl.program_id(2).to(tl.int64), (tl.program_id(1) // TILES).to(tl.int64)
@@ -148,7 +151,8 @@ def _decode_split_kernel(
         keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
     index = batch * tl.num_programs(1) + tl.program_id(1)
     K: tl.constexpr = parts(KEY_BITS) * WIDTH
-    q = tl.load(work[0] + index * (N * K) + tl.arange(0, N)[None, :] * K + tl.arange(0, K)[:, None])
+    n = tl.arange(0, TERMS * COLUMNS * TWINS)[None, :] // TWINS  # see `spread_terms`
+    q = tl.load(work[0] + (index * (TERMS * COLUMNS) + n) * K + tl.arange(0, K)[:, None])
     factor = tl.load(work[1] + index * (1 + COLUMNS))
     offset = tl.load(work[1] + index * (1 + COLUMNS) + 1 + tl.arange(0, COLUMNS))
     key_packed = key[0] + batch * strides[0][0] + kv_head * strides[0][1]
@@ -178,7 +182,7 @@ def _decode_split_kernel(
         if KEY_BITS != 8:
             scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
         rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
-        s = _packed_scores(q, rows, scale, offset, softcap, SOFTCAP, TERMS, PRECISION)
+        s = _packed_scores(q, rows, scale, offset, softcap, SOFTCAP, TERMS, TWINS, PRECISION)
         new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
         s = apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[0] + start + row, new, MASK)
         if CAUSAL:
@@ -208,9 +212,9 @@ def _decode_split_kernel(
             zero = value[2] + batch * strides[3][0] + kv_head * strides[3][1]
             zero = load_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
             zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], REPEATS)
-        p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, LIFT, COMPUTE, PTX)
+        p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, TWINS, LIFT, COMPUTE, PTX)
         channels = _decode_values(value_packed, start, blocks, VALUE, DIMS[1], TILE, CHANNELS, COMPUTE, PTX, MASKED)
-        tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, LIFT)
+        tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, TWINS, LIFT)
         out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
 
     if SOFTCAP:
@@ -432,8 +436,8 @@ def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
 
 
 def _columns(columns, path):
-    """Query columns of a tile."""
-    return 8 if columns <= 8 and path.compute == torch.float8_e4m3fn else 16
+    """Query columns of a tile: 4, 8 or 16 with two terms each, else 16."""
+    return max(4, min(triton.next_power_of_2(columns), 16)) if path.compute == torch.float8_e4m3fn else 16
 
 
 @lru_cache(maxsize=1024)

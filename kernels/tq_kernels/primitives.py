@@ -291,32 +291,47 @@ def _two_terms(x, LIFT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def spread_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
-    """float32 [K, N] in the range of e4m3 to an operand [K, TERMS * N]: its e4m3 value, then LIFT times the remainder.
+def _terms_side_by_side(first, second):
+    """Two [K, C, 2] to [K, 4 * C]."""
+    N: tl.constexpr = first.shape[1] * 2
+    return side_by_side(first.reshape(first.shape[0], N), second.reshape(first.shape[0], N))
+
+
+@triton.jit
+def spread_terms(
+    x, TERMS: tl.constexpr, TWINS: tl.constexpr, LIFT: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr
+):
+    """float32 [K, C] in the range of e4m3 to an operand [K, TERMS * C * TWINS]: e4m3 values, then LIFT times the rest.
 
     Both terms stand side by side on N, so that one dot takes them at once.  Other types than float8 need one term.
+    wgmma takes no fewer than 16 columns and gives a thread two neighbours; of four columns, each therefore has a twin
+    beside it, with which nothing is computed but the dot.
     """
-    if TERMS == 2:
+    if TERMS == 1:
+        return x.to(COMPUTE)
+    elif TWINS == 2:
+        first, second = _two_terms(x, LIFT, PTX)
+        first, second = tl.join(first, first), tl.join(second, second)
+        return _terms_side_by_side(first, second)
+    else:
         # Even and odd columns apart: a thread's neighbours on K then become bytes of one word.
         even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
         even_first, even_second = _two_terms(even, LIFT, PTX)
         odd_first, odd_second = _two_terms(odd, LIFT, PTX)
-        first = tl.join(even_first, odd_first).reshape(x.shape)
-        return side_by_side(first, tl.join(even_second, odd_second).reshape(x.shape))
-    else:
-        return x.to(COMPUTE)
+        return _terms_side_by_side(tl.join(even_first, odd_first), tl.join(even_second, odd_second))
 
 
 @triton.jit
-def gather_terms(x, TERMS: tl.constexpr, LIFT: tl.constexpr):
-    """What `spread_terms` made into [M, TERMS * N], after the dot: float32 [M, N]."""
+def gather_terms(x, TERMS: tl.constexpr, TWINS: tl.constexpr, LIFT: tl.constexpr):
+    """What `spread_terms` made into [M, TERMS * C * TWINS], after the dot: float32 [M, C]."""
     if TERMS == 2:
-        pair = x.reshape(x.shape[0], 2, x.shape[1] // 2)
+        x = x.reshape(x.shape[0], 2, x.shape[1] // 2)
         if LIFT != 1:
-            pair *= tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / LIFT)[None, :, None]
-        return tl.sum(pair, 1)
-    else:
-        return x
+            x *= tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / LIFT)[None, :, None]
+        x = tl.sum(x, 1)
+    if TWINS == 2:
+        x, _ = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+    return x
 
 
 # --- The order of score rows.
