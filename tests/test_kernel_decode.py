@@ -270,8 +270,9 @@ def _compile(target, dtype, key, value):
     path = decode.choose_path(DTYPES[dtype], divmod(arch, 10) if backend == "cuda" else None)
     compute = decode.DTYPES[path.compute]
     fp8 = compute == tl.float8e4nv
-    config = choose(value.bits, fp8)
-    shared = dict(DIMS=(128, 128), GROUP=4, QUERIES=2, COLUMNS=8 if fp8 else 16, TERMS=2 if fp8 else 1)
+    columns = 16 if not fp8 else 4 if value.bits == 4 else 8
+    config = choose(value.bits, columns, fp8)
+    shared = dict(DIMS=(128, 128), GROUP=columns // 2, QUERIES=2, COLUMNS=columns, TERMS=2 if fp8 else 1)
     flags = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision)
     x, pair, triple = "*" + dtype, ("i64",) * 2, ("i64",) * 3
     mask_strides = (*triple, "i32")

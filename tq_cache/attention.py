@@ -51,7 +51,7 @@ def turboquant_attention(
         sinks = _sinks(sinks, s_aux)
         return attend_static(query, key, mask, sinks, scaling, softcap).transpose(1, 2).contiguous(), None
     view = paired_view(key, value)
-    if view is None or (view.is_exact and not _decodes(query, view)):
+    if view is None or (view.is_exact and not _takes_exact(query, view)):
         key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
         if softcap is None and s_aux is None and bias is None and sinks is None:
             if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
@@ -72,10 +72,11 @@ def turboquant_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _decodes(query: torch.Tensor, view: KVView) -> bool:
-    """Whether kernels take tokens that are all exact, too: cuDNN behind sdpa plans anew for every length, for 60 ms."""
+def _takes_exact(query: torch.Tensor, view: KVView) -> bool:
+    """Whether the operations take tokens that are all exact, too; they have no backward pass."""
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
-    return not needs_gradient and ops.implementation(view.backend, view.keys, view.values).decodes(query, view)
+    run = ops.implementation(view.backend, view.keys, view.values)
+    return not needs_gradient and run.takes_exact(query, view)
 
 
 def _sinks(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from .packing import BLOCK_TOKENS
 from .policy import PACKABLE, LayerPlan, plan_layers
 from .presets import Preset, resolve_preset
 from .rotation import check_head_dim
-from .storage import round_up
+from .storage import growth, round_up
 
 EXACT = "16-bit"
 EXACT_BYTES = 2
@@ -147,7 +147,7 @@ def _split(settings: PlanSettings) -> tuple[int, int]:
     surplus = context - sinks - settings.residual_length
     packed = min(_whole_blocks(surplus), context - sinks) if surplus > 0 else 0
     tail = context - packed - (sinks if packed else 0)
-    tail_room = min(room, _whole_blocks(tail * 9 // 8 + 1))
+    tail_room = min(room, _whole_blocks(tail + growth(tail) + 1))
     return _whole_blocks(packed), tail_room + (sinks if packed else 0)
 
 

@@ -20,12 +20,12 @@ __all__ = [
     "attend_static",
     "calibrate",
     "decode",
-    "decodes",
     "dequantize",
     "merge",
     "quantize",
     "store",
     "store_pair",
+    "takes_exact",
     "update_static",
 ]
 
@@ -33,8 +33,8 @@ __all__ = [
 TILE_TOKENS = 16 * BLOCK_TOKENS
 
 
-def decodes(query: torch.Tensor, view: KVView) -> bool:
-    """Whether `attend` is faster than sdpa, too, where all tokens are exact: never."""
+def takes_exact(query: torch.Tensor, view: KVView) -> bool:
+    """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact: never, sdpa is faster."""
     return False
 
 

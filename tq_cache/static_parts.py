@@ -69,7 +69,11 @@ class StaticParts:
         """The same tokens as any other cache has them; waits for the device."""
         spec, total = StaticSpec.parse(self.spec), int(self.total)
         packed = packed_tokens(total, spec.residual_length)
-        slots = torch.arange(packed, total, device=self.held[0].device) % self.held[0].shape[2]
+        size = self.held[0].shape[2]
+        first, last = packed % size, packed % size + total - packed
+        slots: slice | torch.Tensor = slice(first, last)
+        if last > size:
+            slots = torch.arange(packed, total, device=self.held[0].device) % size
         key, value = self.states() if packed else (None, None)
         return KVView(self.held[0][:, :, slots], self.held[1][:, :, slots], packed, key, value, backend=spec.backend)
 

@@ -83,17 +83,29 @@ class StaticStorage:
                 old = KVView(keys[:, :, :0], values[:, :, :0], backend=self.spec.backend)
             else:
                 old = self.parts.view()  # waits for the device, once
-            length, count = old.length, keys.shape[2]
-            if length + count > self.spec.max_length:
+            length, total = old.length, old.length + keys.shape[2]
+            if total > self.spec.max_length:
                 raise ValueError(
                     f"expected at most max_cache_len = {self.spec.max_length} tokens, got {length} held and "
-                    f"{count} new; make the cache with a larger max_cache_len"
+                    f"{keys.shape[2]} new; make the cache with a larger max_cache_len"
                 )
             if length == 0:
                 self._start(keys.detach(), values.detach())
-            view = replace(old, keys=torch.cat([old.keys, keys], dim=2), values=torch.cat([old.values, values], dim=2))
-            self._settle(view.keys.detach(), view.values.detach(), old.packed_length, length + count)
+            elif total <= self.spec.residual_length:  # nothing is packed or wraps: no copy of what is held
+                return self._append_in_place(old, keys.detach(), values.detach(), total)
+            else:
+                keys, values = torch.cat([old.keys, keys], dim=2), torch.cat([old.values, values], dim=2)
+            view = replace(old, keys=keys, values=values)
+            self._settle(keys.detach(), values.detach(), old.packed_length, total)
         return view
+
+    def _append_in_place(self, old: KVView, keys: torch.Tensor, values: torch.Tensor, total: int) -> KVView:
+        assert self.parts is not None
+        ring_keys, ring_values = self.parts.ring
+        ring_keys[:, :, old.length : total] = keys
+        ring_values[:, :, old.length : total] = values
+        self.parts.total.fill_(total)
+        return replace(old, keys=ring_keys[:, :, :total], values=ring_values[:, :, :total])
 
     def _settle(self, keys: torch.Tensor, values: torch.Tensor, packed: int, total: int) -> None:
         """Pack what is too much for the ring, write the rest there."""

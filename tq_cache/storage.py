@@ -4,9 +4,9 @@
     held in           | model's dtype | codes in blocks, scales               | model's dtype        |
     how many          | sink_tokens   | the rest, packed once, never again    | up to residual_length|
 
-Packed memory grows by an eighth at a time, the tail is a buffer that is written in place.  With a residual_length of
-at least a block, whole blocks are packed at a time.  Operations other than `append` move bits: no token is ever
-quantised twice.
+Memory grows by an eighth at a time, at most 8,192 tokens; the tail is a buffer that is written in place.  With a
+residual_length of at least a block, whole blocks are packed at a time.  Operations other than `append` move bits: no
+token is ever quantised twice.
 """
 
 from collections.abc import Callable, Mapping
@@ -131,7 +131,8 @@ class LayerStorage:
         held = None if self.tail_keys is None or self.tail_values is None else (self.tail_keys, self.tail_values)
         check_states(keys, values, self.given_scales if self.residual_length < UNLIMITED else None, held)
         end = self.tail_length + keys.shape[2]
-        if held is not None and end <= min(held[0].shape[2], self._most_kept):  # most steps: nothing but a copy
+        if held is not None and end <= self._most_kept:  # most steps: the new tokens go behind the tail, that is all
+            self._make_room(end)
             tail = self._with_tail(keys, values)
             self.tail_length = end
             return self._view(*tail)
@@ -145,6 +146,14 @@ class LayerStorage:
     def _most_kept(self) -> int:
         """Tokens that a tail may hold before some are packed."""
         return self.residual_length + (self.sink_tokens if self.sink_keys is None else 0)
+
+    def _make_room(self, tokens: int) -> None:
+        """Larger buffers, unless `tokens` fit into those there are.  Views of the old ones stay as they are."""
+        if self.tail_keys is None or self.tail_values is None or tokens <= self.tail_keys.shape[2]:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.tail_keys = self._buffer(self.tail_keys[:, :, : self.tail_length], tokens)
+            self.tail_values = self._buffer(self.tail_values[:, :, : self.tail_length], tokens)
 
     def _with_tail(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tail with the new tokens behind it: in its buffer while there is room, else beside it."""
@@ -175,13 +184,13 @@ class LayerStorage:
             self._pack(keys, values, count)
         # New buffers, since a view of the old ones may still be read.
         self.tail_length = keys.shape[2] - count
-        self.tail_keys, self.tail_values = self._buffer(keys[:, :, count:]), self._buffer(values[:, :, count:])
+        self.tail_keys, self.tail_values = (self._buffer(x[:, :, count:], x.shape[2] - count) for x in (keys, values))
 
-    def _buffer(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of a tail with room for coming tokens: an eighth more once it grows, up to what a tail ever holds."""
+    def _buffer(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A copy of a tail with room for `tokens` and, up to what a tail ever holds, for coming ones."""
         most = self.residual_length + self.sink_tokens + 1
-        more = 0 if self.tail_keys is None else x.shape[2] // 8
-        room = min(most, round_up(x.shape[2] + 1 + more))
+        more = 0 if self.tail_keys is None else growth(tokens)
+        room = min(most, round_up(tokens + 1 + more))
         buffer = x.new_zeros(*x.shape[:2], room, x.shape[3])
         buffer[:, :, : x.shape[2]] = x
         return buffer
@@ -196,7 +205,7 @@ class LayerStorage:
         assert self.key is not None and self.value is not None
         end = self.packed_length + count
         if end > self.key.capacity:
-            capacity = round_up(max(end, self.key.capacity * 9 // 8))
+            capacity = round_up(max(end, self.key.capacity + growth(self.key.capacity)))
             self.key, self.value = _grown(self.key, capacity), _grown(self.value, capacity)
         run.store_pair(self.key, self.value, keys[:, :, :count], values[:, :, :count], self.packed_length)
         self.packed_length = end
@@ -244,6 +253,11 @@ class LayerStorage:
                 setattr(self, name, None if tensor is None else function(tensor))
             self.key = None if self.key is None else map_tensors(self.key, function)
             self.value = None if self.value is None else map_tensors(self.value, function)
+
+
+def growth(tokens: int) -> int:
+    """By how many tokens memory for so many grows at least: an eighth, up to 8,192."""
+    return min(tokens // 8, 8192)
 
 
 def _grown(states: PackedStates, capacity: int) -> PackedStates:

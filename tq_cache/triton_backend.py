@@ -18,7 +18,16 @@ from .reference import calibrate
 from .rotation import rotation_matrix
 from .static_parts import StaticParts, StaticSpec
 
-__all__ = ["append", "attend", "attend_static", "calibrate", "decodes", "dequantize", "store_pair", "update_static"]
+__all__ = [
+    "append",
+    "attend",
+    "attend_static",
+    "calibrate",
+    "dequantize",
+    "store_pair",
+    "takes_exact",
+    "update_static",
+]
 
 _RULES = {
     "per_head": PER_HEAD,
@@ -65,8 +74,16 @@ def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.T
         return dequantize_states(states_of(states), length, dtype, value=states.role == "value")
 
 
-def decodes(query: torch.Tensor, view: KVView) -> bool:
-    """Whether the decode kernels take it: a few queries, with or without packed tokens."""
+def takes_exact(query: torch.Tensor, view: KVView) -> bool:
+    """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact: after the first prefill.
+
+    cuDNN behind sdpa makes a plan for every new length, which takes 50 ms a step, and of a chunk over a past sdpa wants
+    a mask and repeats the KV heads.
+    """
+    return _fits_decode(query, view) or query.shape[2] < view.length
+
+
+def _fits_decode(query: torch.Tensor, view: KVView) -> bool:
     dims = query.shape[3], view.values.shape[3]
     return query.shape[2] <= MAX_QUERIES and all(dim % 16 == 0 for dim in dims)
 
@@ -84,7 +101,7 @@ def attend(
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
-    run = decode if decodes(query, view) else prefill
+    run = decode if _fits_decode(query, view) else prefill
     arguments: dict[str, Any] = dict(
         packed_length=view.packed_length,
         scaling=scaling,

@@ -359,7 +359,7 @@ def decode(
     kv_heads, tail = keys.shape[1:3]
     path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
     pairs, columns = batch * kv_heads, heads // kv_heads * queries
-    config = choose(value.coding.bits, path.compute == torch.float8_e4m3fn)
+    config = choose(value.coding.bits, _columns(columns, path), path.compute == torch.float8_e4m3fn)
     splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
     sinks = sinks if sinks is not None and sinks[0].shape[2] else None
     masked = _describe(mask, batch, heads, queries)

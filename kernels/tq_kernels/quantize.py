@@ -60,8 +60,9 @@ def _float8_blocks(
                 codes = tl.where(valid[None, :], codes, tl.load(place, mask=exists, other=0))
             tl.store(place, codes, mask=exists)
         else:
-            inside = valid[:, None] & (channel < DIM)[None, :]
-            tl.store(block + row[:, None] * DIM + channel[None, :], codes, mask=inside)
+            # 8 bytes at a time, as many as elements are loaded: 16 would change the layout of values beside these keys.
+            column = tl.max_contiguous(channel, 8)
+            tl.store(block + row[:, None] * DIM + column[None, :], codes, mask=valid[:, None] & (column < DIM)[None, :])
 
 
 @triton.jit

@@ -14,22 +14,27 @@ class Config:
     registers: int | None = None  # limit per thread
 
 
-# By bits of a value.  A tile has one block of values or two.
-DECODE = {
+# By bits of a value.  A tile has one block of values or two.  Tiles of 4 query columns, of whose softmax a thread has
+# half as much, and wider ones.
+DECODE_NARROW = {
     8: Config(64, 4, 3, 3),
-    4: Config(128, 4, 3, 4, 128),
-    3: Config(128, 4, 3, 4, 128),
+    4: Config(128, 4, 3, 4, 96),
+    3: Config(128, 4, 3, 5, 96),
     2: Config(128, 4, 3, 5, 96),
 }
-
+DECODE = DECODE_NARROW | {
+    4: Config(128, 4, 3, 4, 128),
+    3: Config(128, 4, 3, 4, 128),
+}
 
 # Without fp8 dots: decoded rows of 16 or 32 bits go through shared memory (64 KiB on sm_75); not measured.
 DECODE_SOFTWARE = dict.fromkeys((8, 4, 3, 2), Config(64, 4, 1, 3))
 
 
-def choose(value_bits: int, fp8: bool = True) -> Config:
-    """The launch parameters for values of `value_bits`, for fp8 dots or others."""
-    return (DECODE if fp8 else DECODE_SOFTWARE)[value_bits]
+def choose(value_bits: int, columns: int, fp8: bool = True) -> Config:
+    """The launch parameters for values of `value_bits` and tiles of so many query columns, for fp8 dots or others."""
+    table = DECODE_SOFTWARE if not fp8 else DECODE_NARROW if columns <= 4 else DECODE
+    return table[value_bits]
 
 
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:
