@@ -296,15 +296,15 @@ def _compile(target, dtype, key, value):
         out=x, lse="*fp32", splits="i32", all_splits="i32", heads="i32", strides=triple,
     )  # fmt: skip
     codes = coding_of(key).code, coding_of(value).code
-    compile_kernel(
-        decode.decode_prepare_kernel, target, prepare, dict(BITS=key.bits, UNIT=1.0) | flags | tiled, num_warps=4
-    )
     launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
     text = compile_kernel(
         decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | tiled,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    compile_kernel(decode_merge_kernel, target, merge, dict(DIM=128, SPLITS=32) | shared, num_warps=4)
+    for dim in (128, 96):  # the rotation in butterflies, and as a matrix
+        constants = dict(BITS=key.bits, UNIT=1.0) | flags | tiled | dict(DIMS=(dim, dim))
+        compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=4)
+        compile_kernel(decode_merge_kernel, target, merge, dict(DIM=dim, SPLITS=32) | shared, num_warps=4)
     return "e4m3" in text and "mma" in text
 
 

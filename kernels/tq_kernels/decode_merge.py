@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .hadamard import hadamard, log2
+from .hadamard import hadamard, is_power_of_two, log2
 from .launch import aligned, launch
 from .scores import LOG2E
 
@@ -22,19 +22,16 @@ def decode_merge_kernel(
     split, channel = tl.arange(0, SPLITS), tl.arange(0, CHANNELS)
     row = (pair * all_splits + split) * COLUMNS + index % COLUMNS
     used, inside = split < all_splits, channel < DIM
-    if rotation is not None:
-        if CHANNELS == DIM:
-            turn = tl.load(rotation + channel)
-        else:
-            turn = rotation + channel[:, None] * DIM + channel[None, :]
-            turn = tl.load(turn, mask=inside[:, None] & inside[None, :], other=0)
+    HADAMARD: tl.constexpr = rotation is not None and is_power_of_two(DIM)
+    if HADAMARD:
+        diagonal = tl.load(rotation + channel)
     if center is not None:
         middle = tl.load(center + pair * DIM + channel, mask=inside, other=0)
     if s_aux is not None:
         head = index // QUERIES
         logit = s_aux + head // heads * strides[0] + head % heads * strides[1] + index % QUERIES * strides[2]
         logit = tl.load(logit).to(tl.float32) * LOG2E
-    if PDL:  # what was read until here, no launch of decode has written
+    if PDL:  # no launch of decode has written what was read until here
         tl.extra.cuda.gdc_wait()
     part = tl.load(partial_lse + row, mask=used, other=float("-inf"))
     x = tl.load(partial + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
@@ -44,11 +41,12 @@ def decode_merge_kernel(
     packed = tl.where(split < splits, weight, 0.0)
     sum_packed = tl.sum(x * packed[:, None], 0)
     exact = tl.sum(x * (weight - packed)[:, None], 0)
-    if rotation is not None:  # x @ rotation, which undoes x @ rotation.T
-        if CHANNELS == DIM:
-            sum_packed = hadamard(sum_packed, 0, log2(DIM)) * turn
-        else:
-            sum_packed = tl.sum(sum_packed[:, None] * turn, 0)
+    if HADAMARD:  # x @ rotation, which undoes x @ rotation.T
+        sum_packed = hadamard(sum_packed, 0, log2(DIM)) * diagonal
+    elif rotation is not None:
+        matrix = rotation + channel[:, None] * DIM + channel[None, :]
+        matrix = tl.load(matrix, mask=inside[:, None] & inside[None, :], other=0)
+        sum_packed = tl.sum(sum_packed[:, None] * matrix, 0)
     if center is not None:
         sum_packed += middle * tl.sum(packed)
     result = sum_packed + exact

@@ -82,8 +82,8 @@ def _prepare_query(
                 x *= tl.load(smooth + vector + source, mask=inner, other=0)[None, :]
             if rotation is not None:
                 x *= tl.load(rotation + source, mask=inner, other=0)[None, :]
-                x = hadamard(x, 0, log2(DIM // PARTS))  # bits within a part, then those of the part; padding is between
-                x = hadamard(x, log2(WIDTH), log2(WIDTH * PARTS))
+                # Bits of the column within its part, then those of the part; bits of the padding are between.
+                x = hadamard(hadamard(x, 0, log2(DIM // PARTS)), log2(WIDTH), log2(WIDTH * PARTS))
         peak = tl.maximum(peak, tl.max(tl.abs(x)))
         turned = turned + (x,)
     COMPUTE: tl.constexpr = operand.dtype.element_ty

@@ -12,6 +12,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def is_power_of_two(number):
+    """Of a head_dim: whether its rotation is one Hadamard matrix."""
     return number & (number - 1) == 0
 
 
