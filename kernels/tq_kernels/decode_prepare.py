@@ -122,9 +122,9 @@ def _attend_exact(
             row = ((token + place) % slots).to(tl.int64)
         k = keys + row[None, :] * strides[0] + channel[:, None]
         k = tl.load(k, mask=inside[None, :] & (channel < DIM)[:, None], other=0)
-        s = tl.dot(q, k, input_precision=PRECISION) * scaling
         v = values + row[:, None] * strides[1] + value_channel[None, :]
         v = tl.load(v, mask=inside[:, None] & (value_channel < VALUE_DIM)[None, :], other=0)
+        s = tl.dot(q, k, input_precision=PRECISION) * scaling
         if SOFTCAP:
             s = soft_cap(s, softcap)
         if MASK == NO_MASK:
