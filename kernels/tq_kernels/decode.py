@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode_merge import launch_merge
+from .decode_merge import launch_merge, merge_warps
 from .decode_prepare import EXACT_TILE, decode_prepare_kernel
 from .device import capability, is_nvidia, multiprocessors
 from .launch import aligned, launch
@@ -426,7 +426,7 @@ def _plan(
         (
             dict(num_warps=8, num_stages=3 if long and dtype != torch.float32 else 1),
             dict(num_warps=config.warps, num_stages=config.stages, **registers, **early),
-            dict(num_warps=4, **early),
+            dict(num_warps=merge_warps(all_splits, value_dim), **early),
         ),
     )  # fmt: skip
 

@@ -60,6 +60,11 @@ def decode_merge_kernel(
     tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
 
 
+def merge_warps(splits: int, value_dim: int) -> int:
+    """Warps of a program: while registers hold all partial outputs, a single one needs no shared memory to add them."""
+    return 1 if is_power_of_two(value_dim) and splits * value_dim <= 2048 else 4
+
+
 def launch_merge(plan, work, query, value, s_aux, splits, all_splits):
     """Output and log-sum-exp of `decode`; `plan` and `work` as there."""
     batch, heads, queries, _ = query.shape
