@@ -261,6 +261,7 @@ def _compile(target, dtype, key, value):
     """Whether the second kernel multiplies in fp8; compiles all three, with everything switched on."""
     import triton.language as tl
     from tq_kernels import decode
+    from tq_kernels.decode_merge import decode_merge_kernel
     from tq_kernels.scores import FULL_MASK
     from tq_kernels.tuning import choose
 
@@ -272,7 +273,8 @@ def _compile(target, dtype, key, value):
     fp8 = compute == tl.float8e4nv
     columns = 16 if not fp8 else 4 if value.bits == 4 else 8
     config = choose(value.bits, columns, fp8)
-    shared = dict(DIMS=(128, 128), GROUP=columns // 2, QUERIES=2, COLUMNS=columns, TERMS=2 if fp8 else 1)
+    shared = dict(GROUP=columns // 2, QUERIES=2, PDL=path.pdl)
+    tiled = dict(DIMS=(128, 128), COLUMNS=columns, TERMS=2 if fp8 else 1) | shared
     flags = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision)
     x, pair, triple = "*" + dtype, ("i64",) * 2, ("i64",) * 3
     mask_strides = (*triple, "i32")
@@ -295,17 +297,15 @@ def _compile(target, dtype, key, value):
         out=x, lse="*fp32", splits="i32", all_splits="i32", heads="i32", strides=triple,
     )  # fmt: skip
     codes = coding_of(key).code, coding_of(value).code
-    compile_kernel(
-        decode.decode_prepare_kernel, target, prepare, dict(BITS=key.bits, UNIT=1.0) | flags | shared, num_warps=4
-    )
     launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
     text = compile_kernel(
-        decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | shared,
+        decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | tiled,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    compile_kernel(
-        decode._decode_merge_kernel, target, merge, dict(DIM=128, GROUP=4, QUERIES=2, SPLITS=32), num_warps=4
-    )
+    for dim in (128, 96):  # the rotation in butterflies, and as a matrix
+        constants = dict(BITS=key.bits, UNIT=1.0) | flags | tiled | dict(DIMS=(dim, dim))
+        compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=4)
+        compile_kernel(decode_merge_kernel, target, merge, dict(DIM=dim, SPLITS=32) | shared, num_warps=4)
     return "e4m3" in text and "mma" in text
 
 

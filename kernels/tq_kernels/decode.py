@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .decode_merge import launch_merge, merge_warps
 from .decode_prepare import EXACT_TILE, decode_prepare_kernel
 from .device import capability, is_nvidia, multiprocessors
 from .launch import aligned, launch
@@ -113,7 +114,7 @@ def _decode_split_kernel(
     work, key, value, mask, lengths, total, tokens, blocks, others, behind, sizes, softcap, strides,
     DIMS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr, LAUNCH: tl.constexpr,
+    PRECISION: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = one split of the packed tokens of one sequence and KV head, for a tile of its query columns.
 
@@ -151,6 +152,9 @@ def _decode_split_kernel(
         keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
     index = batch * tl.num_programs(1) + tl.program_id(1)
     K: tl.constexpr = parts(KEY_BITS) * WIDTH
+    if PDL:  # all programs wait for the first launch, so that the end of this one is the end of both
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     n = tl.arange(0, TERMS * COLUMNS * TWINS)[None, :] // TWINS  # see `spread_terms`
     q = tl.load(work[0] + (index * (TERMS * COLUMNS) + n) * K + tl.arange(0, K)[:, None])
     factor = tl.load(work[1] + index * (1 + COLUMNS))
@@ -229,53 +233,17 @@ def _decode_split_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["splits", "all_splits"])
-def _decode_merge_kernel(
-    partial, partial_lse, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
-    DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One program = one query of one of so many `heads` of one sequence; the first `splits` are of packed tokens."""
-    index = tl.program_id(0).to(tl.int64)  # over B, H_q, S
-    COLUMNS: tl.constexpr = GROUP * QUERIES
-    CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
-    pair = index // COLUMNS
-    split, channel = tl.arange(0, SPLITS), tl.arange(0, CHANNELS)
-    row = (pair * all_splits + split) * COLUMNS + index % COLUMNS
-    used, inside = split < all_splits, channel < DIM
-    part = tl.load(partial_lse + row, mask=used, other=float("-inf"))
-    peak = tl.maximum(tl.max(part), -1e30)
-    weight = tl.exp2(part - peak)
-    total = tl.sum(weight)
-    x = tl.load(partial + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
-    packed = tl.where(split < splits, weight, 0.0)
-    sum_packed = tl.sum(x * packed[:, None], 0)
-    exact = tl.sum(x * (weight - packed)[:, None], 0)
-    if rotation is not None:  # x @ rotation, which undoes x @ rotation.T
-        matrix = rotation + channel[:, None] * DIM + channel[None, :]
-        matrix = tl.load(matrix, mask=inside[:, None] & inside[None, :], other=0)
-        sum_packed = tl.sum(sum_packed[:, None] * matrix, 0)
-    if center is not None:
-        sum_packed += tl.load(center + pair * DIM + channel, mask=inside, other=0) * tl.sum(packed)
-    result = sum_packed + exact
-    if s_aux is not None:  # one more logit, which gives nothing
-        head = index // QUERIES
-        logit = s_aux + head // heads * strides[0] + head % heads * strides[1] + index % QUERIES * strides[2]
-        logit = tl.load(logit).to(tl.float32) * LOG2E
-        highest = tl.maximum(peak, logit)
-        alpha = tl.exp2(peak - highest)
-        peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
-    result /= tl.maximum(total, 1e-30)
-    tl.store(out + index * DIM + channel, result.to(out.dtype.element_ty), mask=inside)
-    natural = (peak + tl.log2(tl.maximum(total, 1e-30))) / LOG2E
-    tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
-
-
 class Path(NamedTuple):
-    """How a device computes: the type that goes to the dots, inline assembly or not, and how float32 is multiplied."""
+    """How a device computes: the type that goes to the dots, inline assembly or not, and how float32 is multiplied.
+
+    pdl: programmatic dependent launch.  The programs of the second and third launch start before the previous launch
+         has ended, and wait for its end (`gdc_wait`) where they first read what it has written.
+    """
 
     compute: torch.dtype
     ptx: bool = False
     precision: str = "ieee"
+    pdl: bool = False
 
 
 @lru_cache
@@ -286,11 +254,11 @@ def choose_path(dtype: torch.dtype, capability: tuple[int, int] | None) -> Path:
     neighbouring bytes, which only the operands of fp8 dots keep together.
     """
     capability = capability or (0, 0)
-    precision = "tf32x3" if capability >= (8, 0) else "ieee"
+    precision, pdl = "tf32x3" if capability >= (8, 0) else "ieee", capability >= (9, 0)
     if dtype == torch.float32:
-        return Path(torch.float32, False, precision)
+        return Path(torch.float32, False, precision, pdl)
     native = capability >= (8, 9)
-    return Path(torch.float8_e4m3fn if native else torch.float16, native, precision)
+    return Path(torch.float8_e4m3fn if native else torch.float16, native, precision, pdl)
 
 
 class _Mask(NamedTuple):
@@ -380,7 +348,7 @@ def decode(
     _launch_prepare(plan, work, query, key, (keys, values), sinks, masked, now, packed_length, splits)
     if splits:
         _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed_length, tail, all_splits - splits)
-    return _launch_merge(plan, work, query, value, s_aux, splits, all_splits)
+    return launch_merge(plan, work, query, value, s_aux, splits, all_splits)
 
 
 def _launch_prepare(plan, work, query, key, tail, sinks, masked, now, packed, splits):
@@ -411,19 +379,6 @@ def _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed, t
     launch(_decode_split_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
 
 
-def _launch_merge(plan, work, query, value, s_aux, splits, all_splits):
-    batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, work[2].shape[3])
-    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    s_aux = None if s_aux is None else s_aux.expand(*lse.shape)
-    strides = (0, 0, 0) if s_aux is None else s_aux.stride()
-    rotation, center = (value.rotation, value.center) if splits else (None, None)
-    arguments = (work[2], work[3], rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
-    key = (plan.number, strides, aligned(rotation, center, s_aux), None if s_aux is None else s_aux.dtype)
-    launch(_decode_merge_kernel, key, plan.grids[2], arguments, plan.constants[2], **plan.options[2])
-    return out, lse
-
-
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
     """Splits of the packed tokens and of the tail."""
     programs, available = pairs * -(-columns // _columns(columns, path)), multiprocessors(device)
@@ -450,7 +405,8 @@ def _plan(
     fp8, columns = path.compute == torch.float8_e4m3fn, heads // kv_heads * queries
     tile, terms = _columns(columns, path), 2 if fp8 else 1
     tiles, others = triton.cdiv(columns, tile), tail_splits + has_sinks
-    shared = dict(DIMS=(dim, value_dim), GROUP=heads // kv_heads, QUERIES=queries, COLUMNS=tile, TERMS=terms)
+    shared = dict(GROUP=heads // kv_heads, QUERIES=queries, PDL=path.pdl)
+    tiled = dict(DIMS=(dim, value_dim), COLUMNS=tile, TERMS=terms) | shared
     prepare = dict(BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision)
     split = dict(
         KEY=key_code, VALUE=value_code, FLAGS=(flags[0], flags[1] and causal_packed, flags[2]),
@@ -458,8 +414,9 @@ def _plan(
         LAUNCH=(config.tile, config.warps, small, config.stages),
     )  # fmt: skip
     all_splits = triton.next_power_of_2(splits + others)
-    merge = dict(DIM=value_dim, GROUP=heads // kv_heads, QUERIES=queries, SPLITS=all_splits)
+    merge = dict(DIM=value_dim, SPLITS=all_splits)
     registers = {"maxnreg": config.registers} if config.registers and path.ptx else {}
+    early = {"launch_pdl": True} if path.pdl else {}  # the first launch waits for all that was launched before
     return _Plan(
         next(_NUMBERS),
         batch * kv_heads * tiles,
@@ -469,11 +426,11 @@ def _plan(
             (splits, kv_heads * tiles, batch),
             (batch * heads * queries, 1, 1),
         ),
-        (prepare | shared, split | shared, merge),
+        (prepare | tiled, split | tiled, merge | shared),
         (
             dict(num_warps=8, num_stages=3 if long and dtype != torch.float32 else 1),
-            dict(num_warps=config.warps, num_stages=config.stages, **registers),
-            dict(num_warps=4),
+            dict(num_warps=config.warps, num_stages=config.stages, **registers, **early),
+            dict(num_warps=merge_warps(all_splits, value_dim), **early),
         ),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ Exact are those still in the model's dtype, sinks and tail: some more splits bes
 import triton
 import triton.language as tl
 
+from .hadamard import hadamard, is_power_of_two, log2
 from .primitives import part_width, parts
 from .scores import NO_MASK, apply_mask, lengths_now, soft_cap
 
@@ -49,7 +50,9 @@ def _prepare_query(
     """
     PARTS: tl.constexpr = parts(BITS)
     WIDTH: tl.constexpr = part_width(DIM, BITS)
-    CHUNK: tl.constexpr = min(PARTS * WIDTH, 128)  # columns turned at a time: what registers hold of the matrix
+    MATRIX: tl.constexpr = rotation is not None and not is_power_of_two(DIM)
+    # Columns turned at a time: what registers hold of the matrix.
+    CHUNK: tl.constexpr = min(PARTS * WIDTH, 128) if MATRIX else PARTS * WIDTH
     row, narrow = tl.arange(0, 16), tl.arange(0, CHUNK)
     channel = tl.arange(0, max(triton.next_power_of_2(DIM), 16))
     inside = channel < DIM
@@ -60,13 +63,16 @@ def _prepare_query(
     tl.store(factors + 1 + row, shift, mask=row < COLUMNS)
     if smooth is not None:
         q *= tl.load(smooth + vector + channel, mask=inside, other=0)[None, :]
+    factor = scaling * UNIT
+    if BITS == 8:
+        factor *= tl.load(key_scale)
     turned = ()
     peak = 1e-30
     for chunk in tl.static_range(PARTS * WIDTH // CHUNK):
         column = chunk * CHUNK + narrow
         source = column // WIDTH * (DIM // PARTS) + column % WIDTH
         inner = column % WIDTH < DIM // PARTS
-        if rotation is not None:
+        if MATRIX:
             matrix = rotation + source[None, :] * DIM + channel[:, None]
             matrix = tl.load(matrix, mask=inner[None, :] & inside[:, None], other=0)
             x = _rotate_part(q, matrix, query.dtype.element_ty == tl.float32, PRECISION)
@@ -74,6 +80,10 @@ def _prepare_query(
             x = tl.load(query[:, None] + source[None, :], mask=used[:, None] & inner[None, :], other=0).to(tl.float32)
             if smooth is not None:
                 x *= tl.load(smooth + vector + source, mask=inner, other=0)[None, :]
+            if rotation is not None:
+                x *= tl.load(rotation + source, mask=inner, other=0)[None, :]
+                # Bits of the column within its part, then those of the part; bits of the padding are between.
+                x = hadamard(hadamard(x, 0, log2(DIM // PARTS)), log2(WIDTH), log2(WIDTH * PARTS))
         peak = tl.maximum(peak, tl.max(tl.abs(x)))
         turned = turned + (x,)
     COMPUTE: tl.constexpr = operand.dtype.element_ty
@@ -85,10 +95,7 @@ def _prepare_query(
         if TERMS == 2:
             second = (x - first.to(tl.float32)).to(COMPUTE)
             tl.store(place + COLUMNS * PARTS * WIDTH, second, mask=(row < COLUMNS)[:, None])
-    factor = scaling * UNIT * peak / 448.0
-    if BITS == 8:
-        factor *= tl.load(key_scale)
-    tl.store(factors, factor)
+    tl.store(factors, factor * peak / 448.0)
 
 
 @triton.jit
@@ -115,9 +122,9 @@ def _attend_exact(
             row = ((token + place) % slots).to(tl.int64)
         k = keys + row[None, :] * strides[0] + channel[:, None]
         k = tl.load(k, mask=inside[None, :] & (channel < DIM)[:, None], other=0)
-        s = tl.dot(q, k, input_precision=PRECISION) * scaling
         v = values + row[:, None] * strides[1] + value_channel[None, :]
         v = tl.load(v, mask=inside[:, None] & (value_channel < VALUE_DIM)[None, :], other=0)
+        s = tl.dot(q, k, input_precision=PRECISION) * scaling
         if SOFTCAP:
             s = soft_cap(s, softcap)
         if MASK == NO_MASK:
@@ -142,7 +149,7 @@ def _attend_exact(
 def decode_prepare_kernel(
     query, key_scale, space, tail, sinks, mask, total, slots, work, sizes, splits, length, packed, scales, strides,
     DIMS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a column tile prepares its queries; each other one is a split of the exact tokens.
 
@@ -151,6 +158,8 @@ def decode_prepare_kernel(
     scales = (scaling, soft cap), strides = (query, keys, values, sink keys, sink values, mask), FLAGS = (SOFTCAP,
     CAUSAL, MASK).  With `total`, int64 on the device, it says how long the tail is, which is then a ring of `slots`.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
     DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]

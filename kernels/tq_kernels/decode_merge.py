@@ -1,0 +1,79 @@
+"""The third launch of decode: joins the splits, and undoes rotation and centre of the values in the packed ones."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .hadamard import hadamard, is_power_of_two, log2
+from .launch import aligned, launch
+from .scores import LOG2E
+
+
+@triton.jit(do_not_specialize=["splits", "all_splits"])
+def decode_merge_kernel(
+    partial, partial_lse, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
+    DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program = one query of one of so many `heads` of one sequence; the first `splits` are of packed tokens."""
+    index = tl.program_id(0).to(tl.int64)  # over B, H_q, S
+    COLUMNS: tl.constexpr = GROUP * QUERIES
+    CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
+    pair = index // COLUMNS
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, CHANNELS)
+    row = (pair * all_splits + split) * COLUMNS + index % COLUMNS
+    used, inside = split < all_splits, channel < DIM
+    HADAMARD: tl.constexpr = rotation is not None and is_power_of_two(DIM)
+    if HADAMARD:
+        diagonal = tl.load(rotation + channel)
+    if center is not None:
+        middle = tl.load(center + pair * DIM + channel, mask=inside, other=0)
+    if s_aux is not None:
+        head = index // QUERIES
+        logit = s_aux + head // heads * strides[0] + head % heads * strides[1] + index % QUERIES * strides[2]
+        logit = tl.load(logit).to(tl.float32) * LOG2E
+    if PDL:  # no launch of decode has written what was read until here
+        tl.extra.cuda.gdc_wait()
+    part = tl.load(partial_lse + row, mask=used, other=float("-inf"))
+    x = tl.load(partial + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
+    peak = tl.maximum(tl.max(part), -1e30)
+    weight = tl.exp2(part - peak)
+    total = tl.sum(weight)
+    packed = tl.where(split < splits, weight, 0.0)
+    sum_packed = tl.sum(x * packed[:, None], 0)
+    exact = tl.sum(x * (weight - packed)[:, None], 0)
+    if HADAMARD:  # x @ rotation, which undoes x @ rotation.T
+        sum_packed = hadamard(sum_packed, 0, log2(DIM)) * diagonal
+    elif rotation is not None:
+        matrix = rotation + channel[:, None] * DIM + channel[None, :]
+        matrix = tl.load(matrix, mask=inside[:, None] & inside[None, :], other=0)
+        sum_packed = tl.sum(sum_packed[:, None] * matrix, 0)
+    if center is not None:
+        sum_packed += middle * tl.sum(packed)
+    result = sum_packed + exact
+    if s_aux is not None:  # one more logit, which gives nothing
+        highest = tl.maximum(peak, logit)
+        alpha = tl.exp2(peak - highest)
+        peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
+    result /= tl.maximum(total, 1e-30)
+    tl.store(out + index * DIM + channel, result.to(out.dtype.element_ty), mask=inside)
+    natural = (peak + tl.log2(tl.maximum(total, 1e-30))) / LOG2E
+    tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
+
+
+def merge_warps(splits: int, value_dim: int) -> int:
+    """Warps of a program: while registers hold all partial outputs, a single one needs no shared memory to add them."""
+    return 1 if is_power_of_two(value_dim) and splits * value_dim <= 2048 else 4
+
+
+def launch_merge(plan, work, query, value, s_aux, splits, all_splits):
+    """Output and log-sum-exp of `decode`; `plan` and `work` as there."""
+    batch, heads, queries, _ = query.shape
+    out = query.new_empty(batch, heads, queries, work[2].shape[3])
+    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    s_aux = None if s_aux is None else s_aux.expand(*lse.shape)
+    strides = (0, 0, 0) if s_aux is None else s_aux.stride()
+    rotation, center = (value.rotation, value.center) if splits else (None, None)
+    arguments = (work[2], work[3], rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
+    key = (plan.number, strides, aligned(rotation, center, s_aux), None if s_aux is None else s_aux.dtype)
+    launch(decode_merge_kernel, key, plan.grids[2], arguments, plan.constants[2], **plan.options[2])
+    return out, lse
