@@ -74,6 +74,16 @@ def test_recall(embedded, case, preset, attention):
     assert case.matches(answer(model, tokenizer, case, TurboQuantCache(model.config, preset, **PACKED)))
 
 
+@pytest.mark.parametrize("preset", ["fp8_e5m2", "k8v4", "4bit_nc", "tq3"])
+def test_recall_of_a_preallocated_cache(embedded, case, preset):
+    model, tokenizer = embedded
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, preset, residual_length=64, skip_layers=(), max_cache_len=1200)
+    inputs = tokenizer(case.prompt, return_tensors="pt").to("cuda:0")
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=80, do_sample=False, disable_compile=True)
+    assert case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+
+
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 def test_offloading(embedded, case, attention):
     model, tokenizer = embedded

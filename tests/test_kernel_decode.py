@@ -379,7 +379,7 @@ def test_static_layer_on_cuda(case):
 
 @pytest.mark.gpu
 @on_cuda
-@pytest.mark.parametrize(("tokens", "queries"), [*EXACT, (5000, 1), (40000, 16)])
+@pytest.mark.parametrize(("tokens", "queries"), [*EXACT, (5000, 1), (40000, 16), (3000, 100)])
 def test_nothing_packed_on_cuda(tokens, queries):
     assert max(compare_exact(tokens, queries, "cuda", torch.bfloat16)) < 5e-3
 

@@ -153,7 +153,6 @@ def _decode_split_kernel(
     index = batch * tl.num_programs(1) + tl.program_id(1)
     K: tl.constexpr = parts(KEY_BITS) * WIDTH
     if PDL:  # all programs wait for the first launch, so that the end of this one is the end of both
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     n = tl.arange(0, TERMS * COLUMNS * TWINS)[None, :] // TWINS  # see `spread_terms`
     q = tl.load(work[0] + (index * (TERMS * COLUMNS) + n) * K + tl.arange(0, K)[:, None])
@@ -221,6 +220,8 @@ def _decode_split_kernel(
         tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, TWINS, LIFT)
         out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
 
+    if PDL:  # not before: programs of the next launch would take the places of some of this one
+        tl.extra.cuda.gdc_launch_dependents()
     if SOFTCAP:
         offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
     value_factor = unit(VALUE_BITS, VALUE_TABLE, COMPUTE)

@@ -158,8 +158,6 @@ def decode_prepare_kernel(
     scales = (scaling, soft cap), strides = (query, keys, values, sink keys, sink values, mask), FLAGS = (SOFTCAP,
     CAUSAL, MASK).  With `total`, int64 on the device, it says how long the tail is, which is then a ring of `slots`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
     DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
@@ -202,3 +200,5 @@ def decode_prepare_kernel(
             used, start, end, place, slots, scales[0], scales[1], (steps[0], steps[1], strides[5][3]), DIM, VALUE_DIM,
             FLAGS[0], FLAGS[1], FLAGS[2], PRECISION,
         )  # fmt: skip
+    if PDL:  # at the end: programs of the next launch would take the places of some of this one
+        tl.extra.cuda.gdc_launch_dependents()

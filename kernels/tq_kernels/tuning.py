@@ -19,12 +19,14 @@ class Config:
 DECODE_NARROW = {
     8: Config(64, 4, 3, 3),
     4: Config(128, 4, 3, 4, 96),
-    3: Config(128, 4, 3, 5, 96),
-    2: Config(128, 4, 3, 5, 96),
+    3: Config(128, 4, 3, 4, 96),
+    2: Config(128, 4, 3, 4, 96),
 }
-DECODE = DECODE_NARROW | {
+DECODE = {
+    8: Config(64, 4, 3, 3),
     4: Config(128, 4, 3, 4, 128),
     3: Config(128, 4, 3, 4, 128),
+    2: Config(128, 4, 3, 5, 96),
 }
 
 # Without fp8 dots: decoded rows of 16 or 32 bits go through shared memory (64 KiB on sm_75); not measured.
