@@ -345,7 +345,7 @@ def decode(
         new(pairs, all_splits, columns, values.shape[3], dtype=torch.float32),
         new(pairs, all_splits, columns, dtype=torch.float32),
     )
-    now = (total, residual_length, scaling * LOG2E.value, softcap or 0.0)
+    now = (total, residual_length, scaling * LOG2E.value, float(softcap or 0))
     _launch_prepare(plan, work, query, key, (keys, values), sinks, masked, now, packed_length, splits)
     if splits:
         _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed_length, tail, all_splits - splits)

@@ -62,7 +62,9 @@ def decode_merge_kernel(
 
 def merge_warps(splits: int, value_dim: int) -> int:
     """Warps of a program: while registers hold all partial outputs, a single one needs no shared memory to add them."""
-    return 1 if is_power_of_two(value_dim) and splits * value_dim <= 2048 else 4
+    if is_power_of_two(value_dim) and splits * value_dim <= 2048:
+        return 1
+    return 4 if splits * value_dim <= 16384 else 16
 
 
 def launch_merge(plan, work, query, value, s_aux, splits, all_splits):

@@ -39,7 +39,10 @@ def choose(value_bits: int, columns: int, fp8: bool = True) -> Config:
     return table[value_bits]
 
 
+MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what the merge holds at once is a power of two
+
+
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:
     """Splits per sequence and KV head that fill `multiprocessors`, each of at least two tiles."""
     wanted = max(1, config.per_multiprocessor * multiprocessors // pairs)
-    return max(1, min(wanted, -(-tokens // (2 * config.tile)), 128))
+    return max(1, min(wanted, -(-tokens // (2 * config.tile)), MAX_SPLITS))
