@@ -13,6 +13,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+# Caches in the plot of steps, and what they are called there.
+SHOWN = {"DynamicCache": "DynamicCache", "4bit_nc": "TurboQuantCache 4bit_nc", "StaticCache": "StaticCache"}
+
 
 def shape_name(row: dict) -> str:
     tokens = row["tokens"]
@@ -41,9 +44,13 @@ def plot_decode(rows: list[dict], axis: plt.Axes) -> None:
 
 
 def plot_generate(rows: list[dict], axis: plt.Axes) -> None:
-    named = [row | {"name": f"{row['cache']}, {row['mode']}"} for row in rows]
-    grouped_bars(axis, named, "name", "ms_per_step")
-    axis.set_yscale("log")
+    ours = {shape_name(row) for row in rows if row["cache"] == "4bit_nc"}
+    rows = [row for row in rows if row["cache"] in SHOWN and shape_name(row) in ours]
+    rows.sort(key=lambda row: (row["batch"], row["tokens"], row["mode"] == "compiled"))
+    grouped_bars(axis, [row | {"name": f"{SHOWN[row['cache']]}, {row['mode']}"} for row in rows], "name", "ms_per_step")
+    for bars in axis.containers:
+        axis.bar_label(bars, fmt="%.1f", fontsize=7)
+    axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
     axis.set_ylabel("ms per step")
     axis.set_title(f"One decode step, {rows[0]['model']}")
 

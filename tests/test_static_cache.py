@@ -189,3 +189,23 @@ def test_beam_search():
     growing = model.generate(**inputs, **beams, past_key_values=TurboQuantCache(model.config, "tq4", **options))
     cache = TurboQuantCache(model.config, "tq4", max_cache_len=170, **options)
     assert torch.equal(model.generate(**inputs, **beams, past_key_values=cache), growing)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 170])
+def test_export_is_refused(max_cache_len):
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=max_cache_len, skip_layers=())
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.cache = model, cache
+
+        def forward(self, ids, position_ids):
+            return self.model(input_ids=ids, position_ids=position_ids, past_key_values=self.cache).logits
+
+    with torch.no_grad():
+        model(torch.randint(3, model.config.vocab_size, (1, 130)), past_key_values=cache)
+        with pytest.raises(NotImplementedError, match=r"torch\.export cannot take .* use torch\.compile"):
+            torch.export.export(Step(), (torch.tensor([[3]]), torch.tensor([[130]])))
+    assert int(cache.get_seq_length()) == 130

@@ -45,8 +45,8 @@ def turboquant_attention(
     if sinks is not None and s_aux is not None:
         raise ValueError("expected sinks or s_aux, got both: they mean the same")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, StaticHandle):
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
         sinks = _sinks(sinks, s_aux)
         return attend_static(query, key, mask, sinks, scaling, softcap).transpose(1, 2).contiguous(), None
@@ -64,7 +64,7 @@ def turboquant_attention(
         query,
         view,
         with_bias(mask, bias, query.shape[2], view.length, is_causal),
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling,
         softcap=softcap,
         sinks=_sinks(sinks, s_aux),
         is_causal=is_causal,

@@ -17,7 +17,7 @@ from .layers import (
     PackedStaticHybridLayer,
     PackedStaticLayer,
 )
-from .ops import check_backend
+from .ops import backend_for, check_backend
 from .policy import INDEXED, PACKABLE, LayerPlan, plan_layers
 from .presets import Preset, resolve_preset
 from .report import CacheReport, held_bytes, make_report
@@ -83,10 +83,7 @@ class TurboQuantCache(DynamicCache):
         check_backend(backend)
         self.config = decoder_config(config)
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
-        if "per_token" in (self.preset.key.scale, self.preset.value.scale):
-            if backend == "triton":
-                raise NotImplementedError("the kernels have no float8 scales per token; use backend='auto'")
-            backend = "reference"
+        backend = backend_for(self.preset, backend)
         self.plans: list[LayerPlan] = plan_layers(layer_kinds(self.config), skip_layers, boundary_layers)
         self._warn_if_nothing_is_packed()
         self._max_cache_len = max_cache_len
@@ -95,9 +92,9 @@ class TurboQuantCache(DynamicCache):
         packed = [plan.index for plan in self.plans if plan.packed]
         self.scales = resolve_scales(config, self.preset, packed, len(layers), k_scale, v_scale)
         for plan in self.plans:
-            given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
             if plan.kind not in PACKABLE:
                 continue
+            given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
             storage: LayerStorage | StaticStorage
             # A layer that is not packed is one whose tokens all count as newest: no copy of them at each step.
             if max_cache_len is None:
@@ -134,6 +131,11 @@ class TurboQuantCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_exporting():  # the program would hold the tokens there are now, and add none
+            raise NotImplementedError(
+                "torch.export cannot take the memory of a TurboQuantCache into a program; use torch.compile, with "
+                "max_cache_len, or export the model with a cache of transformers"
+            )
         held = self._held_batch_size(layer_idx)
         if held is not None and held != key_states.shape[0]:
             raise ValueError(

@@ -16,14 +16,28 @@ from .presets import Role
 from .static_parts import StaticParts, StaticSpec
 
 
-class KVHandle(torch.Tensor):
+class _Handle(torch.Tensor):
+    """Any operation but those of attention gets the tensor that it stands for."""
+
+    # The dispatch below sees every operation.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dequantize(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class KVHandle(_Handle):
     """Stands for the keys or the values of `view`, [B, H_kv, view.length, D]."""
 
     view_of_cache: KVView
     role: Role
-
-    # The dispatch below sees every operation.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, view: KVView, role: Role) -> "KVHandle":
@@ -40,23 +54,14 @@ class KVHandle(torch.Tensor):
         """The tensor that this handle stands for, contiguous as the handle says it is."""
         return materialize(self.view_of_cache, self.role).contiguous()
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map(plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
-
-class StaticHandle(torch.Tensor):
+class StaticHandle(_Handle):
     """Stands for the keys or the values of a preallocated layer, [B, H_kv, max_length, D]; torch.compile traces it."""
 
     _spec: str
     _role: Role
     _sizes: tuple[int, int]
     total: torch.Tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parts: StaticParts, role: Role) -> "StaticHandle":
@@ -95,13 +100,6 @@ class StaticHandle(torch.Tensor):
         parts = self.parts
         return torch.ops.tq_cache.materialize(parts.held, parts.calibration, parts.total, self._role, self._spec)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map(plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
 
 # torch.compile takes the next two as they are: it could not follow the making of handles, nor what they hold.
 
@@ -132,7 +130,7 @@ def attend_static(
 
 def plain(x: Any) -> Any:
     """`x`, dequantised if it is a handle."""
-    return x.dequantize() if isinstance(x, (KVHandle, StaticHandle)) else x
+    return x.dequantize() if isinstance(x, _Handle) else x
 
 
 def materialize(view: KVView, role: Role) -> torch.Tensor:

@@ -5,6 +5,8 @@ store_pair(key, value, keys, values, start)                   quantise, pack, wr
 append(keys, values, tail_keys, tail_values, start)           copy new tokens into the tail
 dequantize(states, length, dtype) -> [B, H_kv, length, D]
 attend(query, view, mask, scaling, ...) -> (out, lse)         decode and prefill from the packed bits
+takes_exact(query, view) -> bool                              whether `attend` is to be taken where all tokens are exact
+update_static(parts, keys, values), attend_static(...)        one token of a preallocated layer
 """
 
 from functools import lru_cache
@@ -15,6 +17,7 @@ from types import ModuleType
 import torch
 
 from . import hardware, reference
+from .presets import Preset
 
 BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +28,15 @@ def check_backend(backend: str) -> None:
     """Raise ValueError unless there is such a backend."""
     if backend not in BACKENDS:
         raise ValueError(f"expected a backend of {list(BACKENDS)}, got {backend!r}")
+
+
+def backend_for(preset: Preset, backend: str) -> str:
+    """The backend for a preset: the kernels have no float8 scales per token, for which `triton` raises."""
+    if "per_token" not in (preset.key.scale, preset.value.scale):
+        return backend
+    if backend == "triton":
+        raise NotImplementedError("the kernels have no float8 scales per token; use backend='auto'")
+    return "reference"
 
 
 def implementation(backend: str, keys: torch.Tensor, values: torch.Tensor) -> ModuleType:

@@ -10,7 +10,7 @@ from .packing import BLOCK_TOKENS
 from .parts import KVView, PackedStates, tensors
 from .presets import Preset, Role
 from .static_parts import StaticParts, StaticSpec, packed_tokens
-from .storage import calibrate_pair, check_states, round_up
+from .storage import calibrate_pair, check_packable, check_states, round_up
 
 
 class StaticStorage:
@@ -77,7 +77,9 @@ class StaticStorage:
 
         Raises ValueError, before anything changes, also when there is no room.
         """
-        check_states(keys, values, self.given_scales, None if self.parts is None else self.parts.ring)
+        check_states(keys, values, None if self.parts is None else self.parts.ring)
+        if self.parts is None:
+            check_packable(keys, values, self.given_scales)
         with torch.inference_mode(False), torch.no_grad():
             if self.parts is None:
                 old = KVView(keys[:, :, :0], values[:, :, :0], backend=self.spec.backend)

@@ -129,7 +129,9 @@ class LayerStorage:
         Raises ValueError, before anything changes, when the shapes do not fit each other or what is held.
         """
         held = None if self.tail_keys is None or self.tail_values is None else (self.tail_keys, self.tail_values)
-        check_states(keys, values, self.given_scales if self.residual_length < UNLIMITED else None, held)
+        check_states(keys, values, held)
+        if held is None and self.residual_length < UNLIMITED:
+            check_packable(keys, values, self.given_scales)
         end = self.tail_length + keys.shape[2]
         if held is not None and end <= self._most_kept:  # most steps: the new tokens go behind the tail, that is all
             self._make_room(end)
@@ -289,26 +291,24 @@ def not_padding(values: torch.Tensor) -> torch.Tensor:
     return ~padding[:, None, :, None]
 
 
-def check_states(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    given_scales: Mapping[Role, torch.Tensor] | None,
-    held: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
-    """Raise ValueError unless new keys and values fit each other, those held, and (not None) can be packed."""
+def check_packable(keys: torch.Tensor, values: torch.Tensor, given_scales: Mapping[Role, torch.Tensor]) -> None:
+    """Raise ValueError unless keys and values [B, H_kv, T, D] have a head_dim and KV heads that can be packed."""
+    check_head_dim(keys.shape[3])
+    check_head_dim(values.shape[3])
+    for role, scale in given_scales.items():
+        if scale.numel() not in (1, keys.shape[1]):
+            raise ValueError(
+                f"expected a scale of {role}s with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
+            )
+
+
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Raise ValueError unless new keys and values fit each other and those held."""
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
             f"got {list(keys.shape)} and {list(values.shape)}"
         )
-    if given_scales is not None:
-        check_head_dim(keys.shape[3])
-        check_head_dim(values.shape[3])
-    for role, scale in (given_scales or {}).items():
-        if scale.numel() not in (1, keys.shape[1]):
-            raise ValueError(
-                f"expected a scale of {role}s with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
-            )
     for old, new, name in zip(held or (), (keys, values), ("keys", "values"), strict=False):
         if (old.shape[:2], old.shape[3]) != (new.shape[:2], new.shape[3]):
             raise ValueError(
