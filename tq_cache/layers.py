@@ -82,6 +82,10 @@ class PackedLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         if self.is_initialized:
+            if self.device.type == "cuda":
+                # On a stream of its own: the copy to the CPU may not be done yet, and the memory that this takes may
+                # still be read by the attention of a layer before.  transformers 5.23 waits itself, 5.17 does not.
+                torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
             self.storage.to(self.device)
 
 
