@@ -39,8 +39,10 @@ def print_line(*line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def compile_kernel(kernel: Any, target: str, signature: dict[str, Any], constants: dict, **options: Any) -> str:
-    """Compile for a target of `TARGETS`; the PTX or AMD assembly.
+def compile_kernel(
+    kernel: Any, target: str, signature: dict[str, Any], constants: dict, stage: str | None = None, **options: Any
+) -> str:
+    """Compile for a target of `TARGETS`; the PTX or AMD assembly, or the text of another stage ("ttgir").
 
     signature: type of each argument that is no constant: "*bf16", "i32", "fp32", ..., or a (nested) tuple of types;
                None stands for the constant None.  Pointers are taken to be aligned, and so are sizes of type "i64".
@@ -61,7 +63,7 @@ def compile_kernel(kernel: Any, target: str, signature: dict[str, Any], constant
     source = ASTSource(kernel, signature=kinds, constexprs=values, attrs=attributes)
     assembly = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options).asm
     assert assembly["cubin" if target.startswith("sm") else "hsaco"]
-    return assembly["ptx" if target.startswith("sm") else "amdgcn"]
+    return assembly[stage or ("ptx" if target.startswith("sm") else "amdgcn")]
 
 
 def _with_constants(kind: Any) -> Any:

@@ -3,6 +3,7 @@
 `python tests/test_kernel_decode.py interpret NAME ...` and `... compile TARGET FULL` print a line per case.
 """
 
+import re
 import sys
 from dataclasses import dataclass, field, replace
 
@@ -298,15 +299,34 @@ def _compile(target, dtype, key, value):
     )  # fmt: skip
     codes = coding_of(key).code, coding_of(value).code
     launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
-    text = compile_kernel(
-        decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | tiled,
-        num_warps=config.warps, num_stages=config.stages,
+    text, ttgir = (
+        compile_kernel(
+            decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | tiled,
+            stage, num_warps=config.warps, num_stages=config.stages,
+        )
+        for stage in (None, "ttgir")
     )  # fmt: skip
+    if path.ptx:
+        assert check_neighbours(ttgir) >= (min(key.bits, value.bits) < 8)
     for dim in (128, 96):  # the rotation in butterflies, and as a matrix
         constants = dict(BITS=key.bits, UNIT=1.0) | flags | tiled | dict(DIMS=(dim, dim))
         compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=4)
         compile_kernel(decode_merge_kernel, target, merge, dict(DIM=dim, SPLITS=32) | shared, num_warps=4)
     return "e4m3" in text and "mma" in text
+
+
+def check_neighbours(ttgir):
+    """Assert that codes are decoded four neighbours of a row at a time; returns in how many layouts they are.
+
+    The assembly of `primitives` looks at four bytes at once, those in registers 0 to 3 of a layout.
+    """
+    decoded = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line and "prmt" in line]
+    names = {re.search(r"-> tensor<\d+x\d+xi8, (#\w+)>", line)[1] for line in decoded}
+    definitions = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    for layout in map(definitions.__getitem__, names):
+        blocked = re.search(r"sizePerThread = \[1, (\d+)\].* order = \[1, 0\]", layout)
+        assert "register = [[0, 1], [0, 2]" in layout or int(blocked[1]) % 4 == 0, layout
+    return len(names)
 
 
 def check_compiled(target, *dtypes):
