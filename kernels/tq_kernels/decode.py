@@ -361,7 +361,7 @@ def _launch_prepare(plan, work, query, key, tail, sinks, masked, now, packed, sp
         query, key.factors[0], space, tail, sinks, masked.tensor, total, slots, work, sizes, splits, tail[0].shape[2],
         packed, (scaling, softcap), strides,
     )  # fmt: skip
-    present = aligned(query, *space, *tail, *(sinks or ()), masked.tensor, total)
+    present = aligned(query, key.factors[0], *space, *tail, *(sinks or ()), masked.tensor, total)
     mask_type = None if masked.tensor is None else masked.tensor.dtype
     key_ = (plan.number, strides, sizes, slots, present, mask_type)
     launch(decode_prepare_kernel, key_, plan.grids[0], arguments, plan.constants[0], **plan.options[0])
@@ -376,7 +376,8 @@ def _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed, t
         work, *sides, masked.tensor, lengths, total, packed, key.packed.shape[2], others, tail, sizes, softcap, strides
     )  # fmt: skip
     mask_type = None if masked.tensor is None else masked.tensor.dtype
-    key_ = (plan.number, strides, sizes, len(sides[1]), aligned(masked.tensor, lengths, total), mask_type)
+    present = aligned(*sides[0], *sides[1], masked.tensor, lengths, total)
+    key_ = (plan.number, strides, sizes, present, mask_type)
     launch(_decode_split_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
 
 
