@@ -9,7 +9,7 @@ from transformers import CompileConfig
 from tq_cache import TurboQuantCache
 from tq_cache.presets import PRESETS
 from tq_cache.static_storage import StaticStorage
-from tq_cache.storage import LayerStorage
+from tq_cache.storage import UNLIMITED, LayerStorage
 
 CHUNKS = (100, 1, 1, 150, *[1] * 140, 60, 1)
 
@@ -48,6 +48,21 @@ def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
         for x, y in ((mine.scale, other.scale), (mine.zero, other.zero)):
             assert (x is None) == (y is None)
             assert x is None or torch.equal(x[:, :, : ours.packed_length], y[:, :, : ours.packed_length])
+
+
+@pytest.mark.parametrize("make", [
+    lambda: StaticStorage(PRESETS["tq4"], 640, 600, "auto"),
+    lambda: LayerStorage(PRESETS["tq4"], UNLIMITED, 0, "auto"),
+])  # fmt: skip
+def test_tokens_that_stay_exact_are_read_where_they_are_held(make, generator):
+    storage = make()
+    chunks = [random_pair(generator, tokens, (64, 48)) for tokens in (300, 1, 90, 130, 3)]
+    for chunk in chunks:
+        view = storage.append(*chunk)
+    assert torch.equal(view.keys, torch.cat([keys for keys, _ in chunks], dim=2))
+    assert torch.equal(view.values, torch.cat([values for _, values in chunks], dim=2))
+    held = storage.parts.ring if isinstance(storage, StaticStorage) else (storage.tail_keys, storage.tail_values)
+    assert [view.keys.data_ptr(), view.values.data_ptr()] == [x.data_ptr() for x in held]
 
 
 def test_addresses_stay(generator):
