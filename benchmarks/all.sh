@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Every test and benchmark that needs a CUDA GPU, or those named, into a folder and results.tar in it:
+#
+#     bash benchmarks/all.sh FOLDER [tests decode quantise prefill generate longest ...]
+#
+# The tests take about 3 minutes on one H200 with 16 cores, decode 8, generate 15, the others 1 each.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=$1
+shift
+status=0
+mkdir -p "$folder"
+export PYTHONPATH=.:kernels:tests:benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+run() { # name, command: its output and its JSON
+    echo "== $(date +%T) $*"
+    python3 "${@:2}" > "$folder/$1.txt" 2>&1 || { status=1 && echo "failed: $1, see $folder/$1.txt"; }
+}
+
+for part in "${@:-tests decode quantise prefill generate longest}"; do
+    for name in $part; do
+        case $name in
+        tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE ;;
+        decode) run decode benchmarks/decode.py --out "$folder/decode_h200.json" ;;
+        quantise) run quantise benchmarks/quantise.py --out "$folder/quantise_h200.json" ;;
+        prefill) run prefill benchmarks/prefill.py --out "$folder/prefill_h200.json" ;;
+        generate)
+            for model in llama-8b llama-1b qwen3-0.6b; do
+                run "generate_$model" benchmarks/generate.py --model $model --out "$folder/generate_$model.json"
+            done
+            run generate_prefill benchmarks/generate.py --shapes 1x32768 --steps 6 --prefill --compiled \
+                --eager DynamicCache 4bit_nc tq3 fp8_e4m3 --out "$folder/generate_prefill.json"
+            ;;
+        longest) run longest benchmarks/longest_context.py --out "$folder/longest_context_h200.json" ;;
+        *) echo "expected tests, decode, quantise, prefill, generate or longest, got $name" && exit 2 ;;
+        esac
+    done
+done
+tar -C "$folder" -cf "$folder/results.tar" --exclude results.tar .
+exit $status
