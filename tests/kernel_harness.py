@@ -21,6 +21,11 @@ TARGETS = {f"sm_{arch}": ("cuda", arch, 32) for arch in (70, 75, 80, 86, 87, 89,
     arch: ("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")
 }
 
+# Bytes of shared memory that a program may have.
+SHARED = dict.fromkeys(("sm_86", "sm_89", "sm_120"), 99 << 10) | dict.fromkeys(("sm_80", "sm_87"), 163 << 10)
+SHARED |= {"sm_70": 96 << 10, "sm_75": 64 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+SHARED |= {"gfx90a": 64 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+
 
 def run_script(file: str, *arguments: str, interpret: bool = False) -> list[Any]:
     """The JSON lines that `file`, run as a script, prints; fails with the end of its output if it fails.
@@ -61,7 +66,9 @@ def compile_kernel(
                 attributes[path] = [["tt.divisibility", 16]]
     kinds = {name: _with_constants(kind) for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature=kinds, constexprs=values, attrs=attributes)
-    assembly = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options).asm
+    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    assembly, needed = compiled.asm, compiled.metadata.shared
+    assert needed <= SHARED[target], f"{needed} bytes of shared memory, {target} has {SHARED[target]}"
     assert assembly["cubin" if target.startswith("sm") else "hsaco"]
     return assembly[stage or ("ptx" if target.startswith("sm") else "amdgcn")]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
+from kernel_harness import DTYPES, SHARED, TARGETS, compile_kernel, print_line, relative_error, run_script
 
 from tq_cache import reference
 from tq_cache.parts import KVView, map_tensors
@@ -264,7 +264,7 @@ def _compile(target, dtype, key, value):
     from tq_kernels import decode
     from tq_kernels.decode_merge import decode_merge_kernel
     from tq_kernels.scores import FULL_MASK
-    from tq_kernels.tuning import choose
+    from tq_kernels.tuning import choose, exact_steps
 
     from tq_cache.triton_backend import coding_of
 
@@ -273,7 +273,7 @@ def _compile(target, dtype, key, value):
     compute = decode.DTYPES[path.compute]
     fp8 = compute == tl.float8e4nv
     columns = 16 if not fp8 else 4 if value.bits == 4 else 8
-    config = choose(value.bits, columns, fp8)
+    config = choose(value.bits, columns, 16 * (key.bits + value.bits), SHARED[target] + 1024, fp8)
     shared = dict(GROUP=columns // 2, QUERIES=2, PDL=path.pdl)
     tiled = dict(DIMS=(128, 128), COLUMNS=columns, TERMS=2 if fp8 else 1) | shared
     flags = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision)
@@ -310,7 +310,9 @@ def _compile(target, dtype, key, value):
         assert check_neighbours(ttgir) >= (min(key.bits, value.bits) < 8)
     for dim in (128, 96):  # the rotation in butterflies, and as a matrix
         constants = dict(BITS=key.bits, UNIT=1.0) | flags | tiled | dict(DIMS=(dim, dim))
-        compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=4)
+        tile, stages = exact_steps((dim, dim), DTYPES[dtype].itemsize, SHARED[target])
+        stages, constants["TILE"] = (1 if dtype == "fp32" else stages), tile
+        compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=8, num_stages=stages)
         compile_kernel(decode_merge_kernel, target, merge, dict(DIM=dim, SPLITS=32) | shared, num_warps=4)
     return "e4m3" in text and "mma" in text
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .decode_merge import launch_merge, merge_warps
 from .decode_prepare import EXACT_TILE, decode_prepare_kernel
-from .device import capability, is_nvidia, multiprocessors
+from .device import capability, is_nvidia, multiprocessors, shared_memory
 from .launch import aligned, launch
 from .primitives import (
     BLOCK_TOKENS,
@@ -48,7 +48,7 @@ from .primitives import (
 )
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, apply_mask, lengths_now, soft_cap
 from .states import States, no_states
-from .tuning import choose, choose_splits
+from .tuning import choose, choose_splits, exact_steps
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
@@ -328,7 +328,10 @@ def decode(
     kv_heads, tail = keys.shape[1:3]
     path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
     pairs, columns = batch * kv_heads, heads // kv_heads * queries
-    config = choose(value.coding.bits, _columns(columns, path), path.compute == torch.float8_e4m3fn)
+    config = choose(
+        value.coding.bits, _columns(columns, path), (key.packed.shape[3] + value.packed.shape[3]) // BLOCK_TOKENS.value,
+        shared_memory(query.device), path.compute == torch.float8_e4m3fn,
+    )  # fmt: skip
     splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
     sinks = sinks if sinks is not None and sinks[0].shape[2] else None
     masked = _describe(mask, batch, heads, queries)
@@ -404,12 +407,16 @@ def _plan(
 ):  # fmt: skip
     """The plan; `small`: room for fewer packed tokens than a tile has, `long`: a tail of many tiles."""
     batch, heads, kv_heads, queries, dim, value_dim = sizes
+    exact_tile, stages = exact_steps((dim, value_dim), dtype.itemsize, shared_memory(device))
     fp8, columns = path.compute == torch.float8_e4m3fn, heads // kv_heads * queries
     tile, terms = _columns(columns, path), 2 if fp8 else 1
     tiles, others = triton.cdiv(columns, tile), tail_splits + has_sinks
     shared = dict(GROUP=heads // kv_heads, QUERIES=queries, PDL=path.pdl)
     tiled = dict(DIMS=(dim, value_dim), COLUMNS=tile, TERMS=terms) | shared
-    prepare = dict(BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision)
+    prepare = dict(
+        BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision,
+        TILE=exact_tile,
+    )  # fmt: skip
     split = dict(
         KEY=key_code, VALUE=value_code, FLAGS=(flags[0], flags[1] and causal_packed, flags[2]),
         COMPUTE=DTYPES[path.compute], PTX=path.ptx, PRECISION=path.precision,
@@ -430,7 +437,7 @@ def _plan(
         ),
         (prepare | tiled, split | tiled, merge | shared),
         (
-            dict(num_warps=8, num_stages=3 if long and dtype != torch.float32 else 1),
+            dict(num_warps=8, num_stages=stages if long and dtype != torch.float32 else 1),
             dict(num_warps=config.warps, num_stages=config.stages, **registers, **early),
             dict(num_warps=merge_warps(all_splits, value_dim), **early),
         ),

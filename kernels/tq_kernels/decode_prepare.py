@@ -10,7 +10,7 @@ from .hadamard import hadamard, is_power_of_two, log2
 from .primitives import part_width, parts
 from .scores import NO_MASK, apply_mask, lengths_now, soft_cap
 
-EXACT_TILE = tl.constexpr(64)  # exact tokens of a step
+EXACT_TILE = tl.constexpr(64)  # exact tokens of a split at least, and of a step where shared memory is large enough
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _attend_exact(
     query, keys, values, mask, mask_base, mask_columns, limit, out, lse, used, start, end, place, slots, scaling,
     softcap, strides,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attention of 16 queries to tokens start .. end in the model's dtype; writes its output and log-sum-exp.
 
@@ -115,8 +115,8 @@ def _attend_exact(
     q = tl.load(query[:, None] + channel[None, :], mask=used[:, None] & (channel < DIM)[None, :], other=0)
     peak, total = tl.full((16,), -1e30, tl.float32), tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, max(triton.next_power_of_2(VALUE_DIM), 16)), tl.float32)
-    for first in tl.range(start, end, EXACT_TILE):
-        token = first + tl.arange(0, EXACT_TILE)
+    for first in tl.range(start, end, TILE):
+        token = first + tl.arange(0, TILE)
         inside, row = token < end, token.to(tl.int64)
         if slots is not None:
             row = ((token + place) % slots).to(tl.int64)
@@ -150,6 +150,7 @@ def decode_prepare_kernel(
     query, key_scale, space, tail, sinks, mask, total, slots, work, sizes, splits, length, packed, scales, strides,
     DIMS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr = EXACT_TILE,
 ):  # fmt: skip
     """Program 0 of a column tile prepares its queries; each other one is a split of the exact tokens.
 
@@ -198,7 +199,7 @@ def decode_prepare_kernel(
         _attend_exact(
             query, k, v, mask, batch * strides[5][0], mask_columns, limit, work[2] + row * VALUE_DIM, work[3] + row,
             used, start, end, place, slots, scales[0], scales[1], (steps[0], steps[1], strides[5][3]), DIM, VALUE_DIM,
-            FLAGS[0], FLAGS[1], FLAGS[2], PRECISION,
+            FLAGS[0], FLAGS[1], FLAGS[2], PRECISION, TILE,
         )  # fmt: skip
     if PDL:  # at the end: programs of the next launch would take the places of some of this one
         tl.extra.cuda.gdc_launch_dependents()

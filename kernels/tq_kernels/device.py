@@ -19,3 +19,11 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU, 1 of anything else."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor of a GPU, more than enough of anything else."""
+    if device.type != "cuda":
+        return 1 << 30
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 1 << 16)

@@ -1,6 +1,9 @@
 """Launch parameters, pinned: which were measured, and the rule for the rest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import triton
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,44 @@ DECODE = {
 DECODE_SOFTWARE = dict.fromkeys((8, 4, 3, 2), Config(64, 4, 1, 3))
 
 
-def choose(value_bits: int, columns: int, fp8: bool = True) -> Config:
-    """The launch parameters for values of `value_bits` and tiles of so many query columns, for fp8 dots or others."""
+REGISTERS = 65536  # of a multiprocessor
+
+
+@lru_cache
+def choose(value_bits: int, columns: int, token_bytes: int, shared: int, fp8: bool) -> Config:
+    """The launch parameters for values of `value_bits` and tiles of so many query columns, for fp8 dots or others.
+
+    token_bytes: of keys and values, codes alone; shared: bytes of shared memory of a multiprocessor.  Where that does
+    not hold as many programs as the table asks for, there are fewer, with the registers that this leaves; where it does
+    not hold two, a stage less.
+    """
     table = DECODE_SOFTWARE if not fp8 else DECODE_NARROW if columns <= 4 else DECODE
-    return table[value_bits]
+    config = table[value_bits]
+    if not fp8:
+        return config
+    programs = _programs_held(config, token_bytes, shared)
+    if programs < 2:
+        config = replace(config, stages=config.stages - 1)
+        programs = _programs_held(config, token_bytes, shared)
+    if programs >= config.per_multiprocessor:
+        return config
+    registers = config.registers and min(REGISTERS // (programs * 32 * config.warps) // 8 * 8, 248)
+    return replace(config, per_multiprocessor=programs, registers=registers)
+
+
+def _programs_held(config: Config, token_bytes: int, shared: int) -> int:
+    tiles_on_their_way, rest = config.stages - 1, 8192
+    return max(1, shared // (tiles_on_their_way * config.tile * token_bytes + rest))
+
+
+def exact_steps(dims: tuple[int, int], itemsize: int, shared: int) -> tuple[int, int]:
+    """Exact tokens of a step, and stages where there are many: 64 and 3, or what `shared` bytes of memory hold."""
+    token = itemsize * sum(triton.next_power_of_2(dim) for dim in dims)
+    rest, tile = 16384, 64
+    while tile > 16 and tile * token + rest > shared:
+        tile //= 2
+    stages = 1 + min(2, max(shared - rest, 0) // (tile * token))
+    return tile, max(stages, 1)
 
 
 MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what the merge holds at once is a power of two
