@@ -51,8 +51,8 @@ def _prepare_query(
     PARTS: tl.constexpr = parts(BITS)
     WIDTH: tl.constexpr = part_width(DIM, BITS)
     MATRIX: tl.constexpr = rotation is not None and not is_power_of_two(DIM)
-    # Columns turned at a time: what registers hold of the matrix.
-    CHUNK: tl.constexpr = min(PARTS * WIDTH, 128) if MATRIX else PARTS * WIDTH
+    # Columns turned at a time: what registers, and the shared memory of sm_75, hold of the matrix.
+    CHUNK: tl.constexpr = min(PARTS * WIDTH, 64) if MATRIX else PARTS * WIDTH
     row, narrow = tl.arange(0, 16), tl.arange(0, CHUNK)
     channel = tl.arange(0, max(triton.next_power_of_2(DIM), 16))
     inside = channel < DIM

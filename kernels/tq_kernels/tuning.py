@@ -72,8 +72,7 @@ def exact_steps(dims: tuple[int, int], itemsize: int, shared: int) -> tuple[int,
     rest, tile = 16384, 64
     while tile > 16 and tile * token + rest > shared:
         tile //= 2
-    stages = 1 + min(2, max(shared - rest, 0) // (tile * token))
-    return tile, max(stages, 1)
+    return tile, max(1, min(3, (shared - rest) // (tile * token)))
 
 
 MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what the merge holds at once is a power of two
