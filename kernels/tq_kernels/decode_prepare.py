@@ -150,14 +150,15 @@ def decode_prepare_kernel(
     query, key_scale, space, tail, sinks, mask, total, slots, work, sizes, splits, length, packed, scales, strides,
     DIMS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-    TILE: tl.constexpr = EXACT_TILE,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a column tile prepares its queries; each other one is a split of the exact tokens.
 
     space = (rotation, smooth, center) of the keys, tail = (keys, values), sinks likewise or None, work = (operand,
     factors, partial, partial_lse), sizes = (sinks, residual length), splits of `packed` tokens, length of the tail,
-    scales = (scaling, soft cap), strides = (query, keys, values, sink keys, sink values, mask), FLAGS = (SOFTCAP,
-    CAUSAL, MASK).  With `total`, int64 on the device, it says how long the tail is, which is then a ring of `slots`.
+    TILE of it at a step, scales = (scaling, soft cap), strides = (query, keys, values, sink keys, sink values, mask),
+    FLAGS = (SOFTCAP, CAUSAL, MASK).  With `total`, int64 on the device, it says how long the tail is, which is then a
+    ring of `slots`.
     """
     TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
     DIM: tl.constexpr = DIMS[0]
