@@ -24,8 +24,12 @@ FOUR_BITS = [
     (15, "s", "lo", 1), (12, "m", "lo", 3), (11, "s", "hi", 1), (8, "m", "lo", 2),
     (7, "s", "lo", 0), (4, "m", "lo", 1), (3, "s", "hi", 0), (0, "m", "lo", 0),
 ]  # fmt: skip
-# The sign plane of 3 bits: (i, quarter of the byte) for bits 7, 6, .. 0.
-SIGN_BYTE = list(zip((3, 1, 3, 1, 2, 0, 2, 0), (1, 0, 0, 1, 1, 0, 0, 1), strict=True))
+# 3 bits, for each plane: (bytes of a word, what one of its nibbles i holds: (lowest bit, quarter, bit of its code)).
+THREE_BITS = [
+    (4, [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 3, 0), (16, 1, 0), (17, 1, 1), (18, 1, 2), (19, 3, 2)]),
+    (2, [(0, 2, 0), (1, 2, 1), (2, 2, 2), (3, 3, 1)]),
+]
+TWO_BITS = (4, [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (16, 2, 0), (17, 2, 1), (18, 3, 0), (19, 3, 1)])
 
 
 def slow_pack(rows: list[list[int]], bits: int) -> bytes:
@@ -33,8 +37,8 @@ def slow_pack(rows: list[list[int]], bits: int) -> bytes:
         return b"".join(bytes(row) for row in rows)
     if bits == 4:
         return b"".join(slow_four_bits(row) for row in rows)
-    first = b"".join(slow_low_bits(row) for row in rows)
-    return first if bits == 2 else first + b"".join(slow_signs(row) for row in rows)
+    planes = [TWO_BITS] if bits == 2 else THREE_BITS
+    return b"".join(slow_plane(row, *plane) for plane in planes for row in rows)
 
 
 def slow_four_bits(row: list[int]) -> bytes:
@@ -48,26 +52,14 @@ def slow_four_bits(row: list[int]) -> bytes:
     return out
 
 
-def slow_low_bits(row: list[int]) -> bytes:
+def slow_plane(row: list[int], size: int, fields: list[tuple[int, int, int]]) -> bytes:
     out = b""
     for w in range(len(row) // 16):
         word = 0
         for i in range(4):
-            for quarter, bit in enumerate((4 * i, 4 * i + 2, 16 + 4 * i, 16 + 4 * i + 2)):
-                word |= (row[quarter * len(row) // 4 + 4 * w + i] & 3) << bit
-        out += word.to_bytes(4, "little")
-    return out
-
-
-def slow_signs(row: list[int]) -> bytes:
-    out = b""
-    for w in range(len(row) // 16):
-        for first_quarter in (0, 2):
-            byte = 0
-            for bit, (i, quarter) in zip(range(7, -1, -1), SIGN_BYTE, strict=True):
-                code = row[(first_quarter + quarter) * len(row) // 4 + 4 * w + i]
-                byte |= (code >> 2) << bit
-            out += bytes([byte])
+            for lowest, quarter, bit in fields:
+                word |= (row[quarter * len(row) // 4 + 4 * w + i] >> bit & 1) << (4 * i + lowest)
+        out += word.to_bytes(size, "little")
     return out
 
 
@@ -128,6 +120,23 @@ def test_four_bit_words_decode_with_two_byte_permutes(generator):
         lo += (permute(word & 0x7777) | (word & 0x80808080)).to_bytes(4, "little")
         hi += (permute(word >> 16 & 0x7777) | (word << 4 & 0x80808080)).to_bytes(4, "little")
     assert list(lo + hi) == e4m3
+
+
+def test_three_bit_words_decode_with_four_byte_permutes(generator):
+    """The claim behind the 3-bit layout: selectors of three quarters in place, the fourth's by multiplications."""
+    n = 64
+    table = GAUSSIAN[3].values().to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    codes = random_codes(generator, 3, n)
+    packed = bytes(pack(codes[None], 3).tolist())
+    quarters: list[list[int]] = [[], [], [], []]
+    for w in range(n // 16):
+        first = int.from_bytes(packed[4 * w : 4 * w + 4], "little")
+        second = int.from_bytes(packed[n // 4 + 2 * w : n // 4 + 2 * w + 2], "little")
+        rest = ((first & 0x88888888) * (1 + 2**14) + (second & 0x8888) * 2**15) % 2**32 >> 17
+        for quarter, selectors in zip(quarters, (first, first >> 16, second, rest), strict=True):
+            quarter += [table[selectors >> (4 * i) & 7] for i in range(4)]
+        assert rest & 0x8888 == 0
+    assert sum(quarters, []) == [table[code] for code in codes.tolist()]
 
 
 @pytest.mark.parametrize("bits", BITS)

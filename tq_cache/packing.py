@@ -23,27 +23,28 @@ lo[i] = code[4w + i], and four of its second half, hi[i] = code[n/2 + 4w + i]  (
 so the low 16 bits are the selectors of one byte-permute for lo, the high 16 bits for hi; the signs of lo are
 already at the sign bits of four e4m3 bytes, those of hi one shift (by 4) away.
 
-3 bits: a plane of the two low bits, n/4 bytes a row, then a plane of the sign bits, n/8 bytes a row; the whole
-block's first plane comes before the second.  2 bits: the first plane alone.  Both planes run over the row's four
-quarters, q[i] = code[q * n/4 + 4w + i] for q = 0..3, i = 0..3:
+3 bits: a plane of 32-bit words, n/4 bytes a row, then a plane of 16-bit words, n/8 bytes a row; the whole block's
+first plane comes before the second.  Words w of both hold four codes of each of the row's quarters, q[i] =
+code[q * n/4 + 4w + i] for q = 0..3, i = 0..3.  Nibbles are selectors of three bits; the bit left over in those of the
+first three quarters is one of the fourth's (2: its sign):
 
-    first plane, 32-bit word w     bit  4i, 4i+1        2 bits of quarter 0
-                                        4i+2, 4i+3                quarter 1
-                                        16+4i, 16+4i+1            quarter 2
-                                        16+4i+2, 16+4i+3          quarter 3
-    sign plane, 16-bit word w      bit  7  6  5  4  3  2  1  0    byte 0: quarters 0 and 1
-                                   i =  3  1  3  1  2  0  2  0
-                             quarter =  1  0  0  1  1  0  0  1    byte 1: the same with quarters 2 and 3
+    first plane   bit  16+4i+3   16+4i+2 .. 16+4i     4i+3   4i+2 .. 4i
+                  of   q3 bit 2  q1                   q3 bit 0  q0
+    second plane  bit                                 4i+3   4i+2 .. 4i
+                  of                                  q3 bit 1  q2
 
-(the sign bits lie where one mask and at most one shift bring them to bit 2 of the selectors' nibbles).
+so with a = first word, b = second word, both less what a mask of 0x7s keeps, the selectors of the fourth quarter are
+a * (1 + 2**14) + b * 2**15, shifted right by 17.
+
+2 bits: one plane of 32-bit words, n/4 bytes a row, of the row's four quarters:
+
+    bit  16+4i+3, 16+4i+2   16+4i+1, 16+4i   4i+3, 4i+2   4i+1, 4i
+    of   q3                 q2               q1           q0
 """
 
 import torch
 
 BLOCK_TOKENS = 64
-
-# For quarters (0, 1) of a sign-plane byte: the bit that belongs to code i = 0..3 (drawn above).
-_SIGN_BITS = ((2, 6, 1, 5), (0, 4, 3, 7))
 
 
 def packed_bytes(n: int, bits: int) -> int:
@@ -60,10 +61,9 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return codes.flatten(-2)
     if bits == 4:
         return _pack_sign_magnitude(codes).flatten(-2)
-    planes = [_pack_low_bits(codes & 3).flatten(-2)]
     if bits == 3:
-        planes.append(_pack_signs(codes >> 2).flatten(-2))
-    return torch.cat(planes, dim=-1)
+        return torch.cat([plane.flatten(-2) for plane in _pack_three_bits(codes)], dim=-1)
+    return _pack_two_bits(codes).flatten(-2)
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
@@ -73,53 +73,58 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         return packed.unflatten(-1, (rows, n))
     if bits == 4:
         return _unpack_sign_magnitude(packed.unflatten(-1, (rows, n // 8, 4)))
-    low_bits = _unpack_low_bits(packed[..., : rows * n // 4].unflatten(-1, (rows, n // 16, 4)))
+    words = packed[..., : rows * n // 4].unflatten(-1, (rows, n // 16, 4))
     if bits == 2:
-        return low_bits
-    signs = _unpack_signs(packed[..., rows * n // 4 :].unflatten(-1, (rows, n // 16, 2)))
-    return low_bits | (signs << 2)
+        return _unpack_two_bits(words)
+    return _unpack_three_bits(words, packed[..., rows * n // 4 :].unflatten(-1, (rows, n // 16, 2)))
 
 
 def _pack_sign_magnitude(codes: torch.Tensor) -> torch.Tensor:
     lo, hi = codes.unflatten(-1, (2, -1, 4)).unbind(-3)  # each [..., n/8, 4]
-    magnitudes = (torch.cat([lo, hi], dim=-1) & 7).unflatten(-1, (4, 2))  # two to a byte
     signs = ((lo & 8) << 4) | (hi & 8)
-    return (magnitudes[..., 0] | (magnitudes[..., 1] << 4) | signs).flatten(-2)
+    return (_nibbles_to_bytes(torch.cat([lo, hi], dim=-1) & 7) | signs).flatten(-2)
 
 
 def _unpack_sign_magnitude(words: torch.Tensor) -> torch.Tensor:
-    magnitudes = torch.stack([words & 7, (words >> 4) & 7], dim=-1).flatten(-2)
+    magnitudes = _bytes_to_nibbles(words & 0x77)
     signs = torch.cat([(words >> 4) & 8, words & 8], dim=-1)
     lo, hi = (magnitudes | signs).split(4, dim=-1)
     return torch.cat([lo.flatten(-2), hi.flatten(-2)], dim=-1)
 
 
-def _pack_low_bits(codes: torch.Tensor) -> torch.Tensor:
-    quarters = codes.unflatten(-1, (4, -1, 4)).unbind(-3)  # each [..., n/16, 4]
-    nibbles = torch.cat([quarters[0] | (quarters[1] << 2), quarters[2] | (quarters[3] << 2)], dim=-1).unflatten(
-        -1, (4, 2)
-    )
-    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(-2)
+def _nibbles_to_bytes(nibbles: torch.Tensor) -> torch.Tensor:
+    pairs = nibbles.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def _unpack_low_bits(words: torch.Tensor) -> torch.Tensor:
-    nibbles = torch.stack([words & 15, words >> 4], dim=-1).flatten(-2)
-    first, second = nibbles.split(4, dim=-1)
-    quarters = (first & 3, first >> 2, second & 3, second >> 2)
+def _bytes_to_nibbles(bytes_: torch.Tensor) -> torch.Tensor:
+    return torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
+
+
+def _quarters(codes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return codes.unflatten(-1, (4, -1, 4)).unbind(-3)  # each [..., n/16, 4]
+
+
+def _pack_three_bits(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q0, q1, q2, q3 = _quarters(codes)
+    first = torch.cat([q0 | ((q3 & 1) << 3), q1 | ((q3 & 4) << 1)], dim=-1)
+    second = q2 | ((q3 & 2) << 2)
+    return _nibbles_to_bytes(first).flatten(-2), _nibbles_to_bytes(second).flatten(-2)
+
+
+def _unpack_three_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    n0, n1 = _bytes_to_nibbles(first).split(4, dim=-1)
+    n2 = _bytes_to_nibbles(second)
+    quarters = (n0 & 7, n1 & 7, n2 & 7, (n0 >> 3) | ((n2 >> 3) << 1) | ((n1 >> 3) << 2))
     return torch.cat([quarter.flatten(-2) for quarter in quarters], dim=-1)
 
 
-def _pack_signs(signs: torch.Tensor) -> torch.Tensor:
-    halves = signs.unflatten(-1, (2, 2, -1, 4))  # [..., byte, quarter of the byte, n/16, i]
-    shifts = torch.tensor(_SIGN_BITS, dtype=torch.uint8, device=signs.device)[:, None, :]
-    bytes_ = (halves << shifts).sum(dim=(-3, -1), dtype=torch.uint8)  # the bits are distinct, so the sum is an or
-    return bytes_.transpose(-1, -2).flatten(-2)
+def _pack_two_bits(codes: torch.Tensor) -> torch.Tensor:
+    q0, q1, q2, q3 = _quarters(codes)
+    return _nibbles_to_bytes(torch.cat([q0 | (q1 << 2), q2 | (q3 << 2)], dim=-1)).flatten(-2)
 
 
-def _unpack_signs(words: torch.Tensor) -> torch.Tensor:
-    quarters = [
-        torch.stack([(byte >> shift) & 1 for shift in shifts], dim=-1).flatten(-2)
-        for byte in words.unbind(-1)
-        for shifts in _SIGN_BITS
-    ]
-    return torch.cat(quarters, dim=-1)
+def _unpack_two_bits(words: torch.Tensor) -> torch.Tensor:
+    first, second = _bytes_to_nibbles(words).split(4, dim=-1)
+    quarters = (first & 3, first >> 2, second & 3, second >> 2)
+    return torch.cat([quarter.flatten(-2) for quarter in quarters], dim=-1)

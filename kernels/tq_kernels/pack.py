@@ -49,14 +49,15 @@ def _place(index, sign, part, i, BITS: tl.constexpr, PLANE: tl.constexpr):
     """What codes put into their word of a plane (drawn in `tq_cache/packing.py`), all else zero."""
     if BITS == 4:
         return (index << (16 * part + 4 * i)) | (sign << (8 * i + 7 - 4 * part))
+    elif BITS == 2:
+        return (index | (sign << 1)) << (part // 2 * 16 + part % 2 * 2 + 4 * i)
+    elif PLANE == 0:
+        spread = ((index & 1) << 3) | (sign << 19)  # of the fourth quarter
+        whole = tl.where(part == 2, 0, (index | (sign << 2)) << (16 * (part % 2)))
+        return tl.where(part == 3, spread, whole) << (4 * i)
     else:
-        even = part % 2 == 0
-        if BITS == 2:
-            return (index | (sign << 1)) << (part // 2 * 16 + part % 2 * 2 + 4 * i)
-        elif PLANE == 0:
-            return index << (part // 2 * 16 + part % 2 * 2 + 4 * i)
-        else:
-            return sign << (part // 2 * 8 + 4 * (i % 2) + tl.where(even, 2 - i // 2, i // 2 * 3))
+        spread = (index >> 1) << 3
+        return tl.where(part < 2, 0, tl.where(part == 3, spread, index | (sign << 2))) << (4 * i)
 
 
 @triton.jit

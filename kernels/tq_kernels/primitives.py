@@ -54,17 +54,28 @@ def _ptx4(part, table, kept):
 
 @triton.constexpr_function
 def _ptx3(part, table, kept):
-    # $2: the 16 sign bits of the word.  v: its bytes, twice each; then the bits come to bit 2 of the selectors' nibbles
-    # by at most one shift each.
     low, high = _operands(table, kept)
-    if part % 2 == 0:
-        select = "and.b32 s, $1, 0x33333333; shl.b32 t, v, 1;"
-        signs = " and.b32 u, v, 0x00440044; lop3.b32 u, t, 0x44004400, u, 0xEA;"  # (t & mask) | u
-    else:
-        select = "shr.u32 s, $1, 2; and.b32 s, s, 0x33333333; shl.b32 t, v, 2; shr.u32 u, v, 1;"
-        signs = " and.b32 u, u, 0x44004400; lop3.b32 u, t, 0x00440044, u, 0xEA;"
-    look_up = f" or.b32 s, s, u; {'shr.u32 s, s, 16;' if part >= 2 else ''} prmt.b32 $0, {low}, {high}, s;"
-    return "{ .reg .b32 s, t, u, v; prmt.b32 v, $2, 0, 0x1100; " + select + signs + look_up + " }"
+    select = three_bit_selectors(part, "$1", "$2")  # $2: the word of the second plane
+    return "{ .reg .b32 s, t; " + select + f" prmt.b32 $0, {low}, {high}, s; }}"
+
+
+@triton.constexpr_function
+def three_bit_selectors(part, first, second):
+    """PTX: selectors of a quarter into the low half of s, from words of both planes (16 bits of the second's); uses t.
+
+    Multiplications take the place of shifts and masks: they go to another unit of the GPU.
+    """
+    if part == 2:
+        return f"and.b32 s, {second}, 0x77777777;"
+    text = f"and.b32 s, {first}, 0x77777777;"
+    if part == 1:
+        text += "shr.u32 s, s, 16;"
+    elif part == 3:
+        text += f"and.b32 t, {second}, 0x77777777;"
+        text += f"mul.lo.u32 s, s, {-0x4001 & 0xFFFFFFFF:#x}; mad.lo.u32 s, {first}, 0x4001, s;"
+        text += f"mad.lo.u32 s, t, {-0x8000 & 0xFFFFFFFF:#x}, s; mad.lo.u32 s, {second}, 0x8000, s;"
+        text += "shr.u32 s, s, 17;"
+    return text
 
 
 @triton.constexpr_function
@@ -121,25 +132,33 @@ def _plain4(x, PART: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
-def _plain2(x, sign0, sign1, sign2, sign3, PART: tl.constexpr, TABLE: tl.constexpr):
-    """Quarter `PART` of the 2-bit plane; sign0..3 are bit 2 of the codes, or 0."""
+def _plain2(x, PART: tl.constexpr, TABLE: tl.constexpr):
     b = _words(x)
     first = b[PART // 2 * 2] >> (PART % 2 * 2)
     last = b[PART // 2 * 2 + 1] >> (PART % 2 * 2)
-    byte0 = _look_up((first & 3) | sign0, TABLE)
-    byte1 = _look_up(((first >> 4) & 3) | sign1, TABLE)
-    byte2 = _look_up((last & 3) | sign2, TABLE)
-    byte3 = _look_up(((last >> 4) & 3) | sign3, TABLE)
+    byte0 = _look_up(first & 3, TABLE)
+    byte1 = _look_up((first >> 4) & 3, TABLE)
+    byte2 = _look_up(last & 3, TABLE)
+    byte3 = _look_up((last >> 4) & 3, TABLE)
     return _bytes(x, byte0, byte1, byte2, byte3)
 
 
 @triton.jit
-def _plain3(x, signs, PART: tl.constexpr, TABLE: tl.constexpr):
-    s = (signs.to(tl.uint32) >> (PART // 2 * 8)) & 255
-    if PART % 2:
-        return _plain2(x, (s << 2) & 4, (s >> 2) & 4, (s >> 1) & 4, (s >> 5) & 4, PART, TABLE)
+def _plain3(x, second, PART: tl.constexpr, TABLE: tl.constexpr):
+    b = _words(x)
+    second = second.to(tl.uint16, bitcast=True).to(tl.uint32)
+    if PART == 3:
+        n0, n1 = b[0] | (b[1] << 8), b[2] | (b[3] << 8)
+        nibbles = ((n0 >> 3) & 0x1111) | ((second >> 2) & 0x2222) | ((n1 >> 1) & 0x4444)
+    elif PART == 2:
+        nibbles = second
     else:
-        return _plain2(x, s & 4, (s >> 4) & 4, (s << 1) & 4, (s >> 3) & 4, PART, TABLE)
+        nibbles = b[2 * PART] | (b[2 * PART + 1] << 8)
+    byte0 = _look_up(nibbles & 7, TABLE)
+    byte1 = _look_up((nibbles >> 4) & 7, TABLE)
+    byte2 = _look_up((nibbles >> 8) & 7, TABLE)
+    byte3 = _look_up((nibbles >> 12) & 7, TABLE)
+    return _bytes(x, byte0, byte1, byte2, byte3)
 
 
 # --- Either, by `PTX`.
@@ -155,14 +174,15 @@ def decode4(x, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT:
 
 
 @triton.jit
-def decode3(x, signs, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT: tl.constexpr = False):
-    """Quarter `PART` of 3-bit codes: the 2-bit plane [R, W] and the sign plane, int16 [R, W/4]."""
+def decode3(x, second, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT: tl.constexpr = False):
+    """Quarter `PART` of 3-bit codes: their first plane [R, W] and their second, int16 [R, W/4]."""
     if PTX:
-        signs = tl.broadcast_to(signs[:, :, None], (x.shape[0], x.shape[1] // 4, 4)).reshape(x.shape)
+        second = second.to(tl.uint16, bitcast=True).to(tl.uint32)
+        second = tl.broadcast_to(second[:, :, None], (x.shape[0], x.shape[1] // 4, 4)).reshape(x.shape)
         asm: tl.constexpr = _ptx3(PART, TABLE, KEPT)
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, signs], tl.uint8, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [x, second], tl.uint8, is_pure=True, pack=4)
     else:
-        return _plain3(x, signs, PART, TABLE)
+        return _plain3(x, second, PART, TABLE)
 
 
 @triton.jit
@@ -171,7 +191,7 @@ def decode2(x, PART: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, KEPT:
     if PTX:
         return tl.inline_asm_elementwise(_ptx2(PART, TABLE, KEPT), "=r,r", [x], tl.uint8, is_pure=True, pack=4)
     else:
-        return _plain2(x, 0, 0, 0, 0, PART, TABLE)
+        return _plain2(x, PART, TABLE)
 
 
 @triton.constexpr_function
@@ -360,10 +380,10 @@ def to_tokens(x, SLOTS: tl.constexpr, REPEATS: tl.constexpr):
 
 
 @triton.constexpr_function
-def plane_layout(bits, head_dim, sign):
-    """(bytes per element, bits per code, bytes from a block's start, bytes of a block) of a plane; signs are int16."""
-    low = 2 if bits == 3 else bits
-    return (2 if sign else 1), (1 if sign else low), sign * 64 * head_dim * low // 8, 64 * head_dim * bits // 8
+def plane_layout(bits, head_dim, second):
+    """(bytes per element, bits per code, bytes from a block's start, bytes of a block); a second plane is int16."""
+    first = 2 if bits == 3 else bits
+    return (2 if second else 1), (1 if second else first), second * 64 * head_dim * first // 8, 64 * head_dim * bits // 8
 
 
 @triton.jit
@@ -414,15 +434,15 @@ def load_keys(
     REPEATS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The planes of the keys of `TILE` tokens from `start`, by score row, as `decode_part` takes them."""
-    # The first plane is loaded in this order: only then does Triton swizzle it in shared memory.  Rows of the sign
-    # plane are so short that the order of the loads matters more.
+    # The first plane is loaded in this order: only then does Triton swizzle it in shared memory.  Rows of the second
+    # are so short that the order of the loads matters more.
     token = tl.arange(0, TILE)
-    LOW: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
-    planes = (_load_key_rows(base, start, to_rows(token, SLOTS, REPEATS), blocks, HEAD_DIM, LOW, WIDTH, MASKED),)
+    FIRST: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
+    planes = (_load_key_rows(base, start, to_rows(token, SLOTS, REPEATS), blocks, HEAD_DIM, FIRST, WIDTH, MASKED),)
     if BITS == 3:
-        SIGN: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
-        signs = _load_key_rows(base, start, token, blocks, HEAD_DIM, SIGN, WIDTH // 4, MASKED)
-        planes = planes + (to_rows(signs, SLOTS, REPEATS),)
+        SECOND: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
+        second = _load_key_rows(base, start, token, blocks, HEAD_DIM, SECOND, WIDTH // 4, MASKED)
+        planes = planes + (to_rows(second, SLOTS, REPEATS),)
     return planes
 
 
@@ -431,11 +451,11 @@ def load_values(
     base, start, blocks, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, MASKED: tl.constexpr
 ):
     """The planes of the block of values at token `start`, as `decode_part` takes them."""
-    LOW: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
-    planes = (_load_value_rows(base, start, blocks, HEAD_DIM, LOW, CHANNELS, MASKED),)
+    FIRST: tl.constexpr = plane_layout(BITS, HEAD_DIM, False)
+    planes = (_load_value_rows(base, start, blocks, HEAD_DIM, FIRST, CHANNELS, MASKED),)
     if BITS == 3:
-        SIGN: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
-        planes = planes + (_load_value_rows(base, start, blocks, HEAD_DIM, SIGN, CHANNELS, MASKED),)
+        SECOND: tl.constexpr = plane_layout(BITS, HEAD_DIM, True)
+        planes = planes + (_load_value_rows(base, start, blocks, HEAD_DIM, SECOND, CHANNELS, MASKED),)
     return planes
 
 

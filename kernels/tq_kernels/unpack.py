@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .device import capability, is_nvidia
-from .primitives import BLOCK_TOKENS, is_e5m2, parts
+from .primitives import BLOCK_TOKENS, is_e5m2, parts, three_bit_selectors
 
 
 def decoders(device: torch.device) -> tuple[bool, bool]:
@@ -27,18 +27,16 @@ def decoders(device: torch.device) -> tuple[bool, bool]:
 
 @triton.constexpr_function
 def _ptx_part(part, bits, table, native):
-    """PTX that turns the four codes of one part of a word (and its signs) into float16 outputs 4 * part + 0..3."""
-    word, signs = (f"${4 * parts(bits) + i}" for i in range(2))
+    """PTX that turns the four codes of one part of a word (or of two, 3 bits) into float16 outputs 4 * part + 0..3."""
+    word, second = (f"${4 * parts(bits) + i}" for i in range(2))
     look_up = f"prmt.b32 s, {table[0]:#x}, {table[1]:#x}, s;"
     if bits == 4:
         text = f"and.b32 s, {word}, 0x77777777; shr.u32 s, s, {16 * part}; shl.b32 t, {word}, {4 * part};"
         text += look_up + "lop3.b32 s, s, t, 0x80808080, 0xF8;"  # s | (t & mask)
+    elif bits == 3:
+        text = three_bit_selectors(part, word, second) + look_up
     else:
         text = f"shr.u32 s, {word}, {2 * (part % 2)}; and.b32 s, s, 0x33333333;"
-        if bits == 3:  # bring the signs to bit 2 of the selectors' nibbles
-            high, low, right, left = (("0x44004400", "0x00440044", 0, 1), ("0x00440044", "0x44004400", 1, 2))[part % 2]
-            text += f"prmt.b32 t, {signs}, 0, 0x1100; shr.u32 u, t, {right}; shl.b32 t, t, {left};"
-            text += f"and.b32 u, u, {low}; lop3.b32 u, t, {high}, u, 0xEA; or.b32 s, s, u;"
         text += f"shr.u32 s, s, {16 * (part // 2)};" + look_up
     if native:
         text += "mov.b32 {h, k}, s; cvt.rn.f16x2.e4m3x2 t, h; cvt.rn.f16x2.e4m3x2 u, k;"
@@ -81,29 +79,27 @@ def _four(x, PART: tl.constexpr):
     return tl.join(even, odd).reshape(even.shape[0], 4 * even.shape[1])
 
 
-@triton.constexpr_function
-def _sign_bit(part, i, bits):
-    """Where the sign of code `i` of a part stands in its word of 4-bit codes, or in its word of signs."""
-    if bits == 4:
-        return 7 - 4 * part + 8 * i
-    return 8 * (part // 2) + ((2, 6, 1, 5), (0, 4, 3, 7))[part % 2][i]
-
-
 @triton.jit
 def _plain_code(planes, PART: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr):
     """Code INDEX of a part as float16."""
     word = planes[0].to(tl.uint32, bitcast=True)
     if BITS == 4:
         code = (word >> (16 * PART + 4 * INDEX)) & 7
-    else:
+    elif BITS == 2:
         code = (word >> (16 * (PART // 2) + 2 * (PART % 2) + 4 * INDEX)) & 3
-    if BITS == 3:
-        signs = planes[1].to(tl.uint16, bitcast=True).to(tl.uint32)
-        code |= ((signs >> _sign_bit(PART, INDEX, BITS)) & 1) << 2
+    else:
+        second = planes[1].to(tl.uint16, bitcast=True).to(tl.uint32)
+        if PART == 3:
+            word, second = word >> (4 * INDEX), second >> (4 * INDEX)
+            code = ((word >> 3) & 1) | ((second >> 2) & 2) | ((word >> 17) & 4)
+        elif PART == 2:
+            code = (second >> (4 * INDEX)) & 7
+        else:
+            code = (word >> (16 * PART + 4 * INDEX)) & 7
     low, high = tl.full((), TABLE[0], tl.uint32), tl.full((), TABLE[1], tl.uint32)
     x = (tl.where(code < 4, low, high) >> ((code & 3) * 8)) & 255
     if BITS == 4:
-        x |= ((word >> _sign_bit(PART, INDEX, BITS)) & 1) << 7
+        x |= ((word >> (7 - 4 * PART + 8 * INDEX)) & 1) << 7
     return _float8(x, False, False)
 
 
@@ -119,7 +115,7 @@ def _plain(planes, BITS: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def _decode_words(planes, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, NATIVE: tl.constexpr):
-    """Packed rows as 32-bit words (and 16-bit words of signs) to float16.
+    """Packed rows as 32-bit words (and, with 3 bits, 16-bit words) to float16.
 
     Whole words are right in any register layout; bytes, decoded four at a time, would be right in some.
     """
@@ -159,7 +155,7 @@ def _decode(planes, CODE: tl.constexpr, MODE: tl.constexpr):
         return _decode_words(planes, BITS, TABLE, PTX, NATIVE)
 
 
-# --- Rows.  A row of a plane is read in units: 32-bit words of code bits and 16-bit words of signs; float8 in bytes.
+# --- Rows.  A row of a plane is read in units: 32-bit words, 16-bit ones in a second plane, float8 in bytes.
 
 
 @triton.constexpr_function
