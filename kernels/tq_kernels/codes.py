@@ -166,32 +166,75 @@ def uniform_codes(x, inside, CODING: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, scale, limit):
-    """x / scale, of x cut off at `limit`, rounded as a division is (Markstein), in three operations for the tile."""
+def _divide(x, scale, LIMIT: tl.constexpr):
+    """x / scale, rounded as a division is (Markstein), beyond 2 * LIMIT somewhere beyond it; NaN for inf."""
     scale = tl.maximum(scale, 2.0**-126)
     inverse = tl.div_rn(1.0, scale)
-    x = tl.clamp(x, -limit, limit)
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+    limit = tl.minimum(2 * LIMIT * scale, LARGEST)
+    kept = tl.clamp(x, -limit, limit)
+    quotient = kept * inverse
+    quotient = tl.fma(tl.fma(-quotient, scale, kept), inverse, quotient)
+    return tl.fma(x, 0.0, quotient)  # 0 for finite x, of its sign
+
+
+@triton.constexpr_function
+def largest_float8(exponent):
+    return 448.0 if exponent == 4 else 57344.0
+
+
+@triton.jit
+def _float8_bits(x, EXPONENT: tl.constexpr):
+    """`float8_codes` of quotients, by integers: int32."""
+    LIMIT: tl.constexpr = largest_float8(EXPONENT)
+    number = x == x
+    bits = tl.where(number, tl.clamp(x, -LIMIT, LIMIT), 0.0).to(tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 128, bits & 0x7FFFFFFF
+    # Subnormals are rounded by adding a number whose last bit is their step, the others as integers.
+    ANCHOR: tl.constexpr = (2 - (1 << (EXPONENT - 1)) + EXPONENT - 7 + 23 + 127) << 23
+    anchor = tl.full((), ANCHOR, tl.int32).to(tl.float32, bitcast=True)
+    small = (size.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR
+    SHIFT: tl.constexpr = 16 + EXPONENT  # mantissa bits that go
+    REBIAS: tl.constexpr = (128 - (1 << (EXPONENT - 1))) << 23
+    large = (size - REBIAS + (1 << (SHIFT - 1)) - 1 + ((size >> SHIFT) & 1)) >> SHIFT
+    return tl.where(number, tl.where(size < REBIAS + (1 << 23), small, large) | sign, 127)
 
 
 @triton.jit
 def float8_codes(x, scale, EXPONENT: tl.constexpr, NATIVE: tl.constexpr):
     """Byte, uint8, of the float8 nearest to x / scale: ties to even, saturating, NaN where x is NaN or inf."""
-    LIMIT: tl.constexpr = 448.0 if EXPONENT == 4 else 57344.0
-    finite = tl.abs(x) < float("inf")
-    x = tl.clamp(_divide(x, scale, tl.minimum(2 * LIMIT * scale, LARGEST)), -LIMIT, LIMIT)
+    x = _divide(x, scale, largest_float8(EXPONENT))
     if NATIVE:
-        x = tl.where(finite, x, float("nan"))
         return x.to(tl.float8e4nv if EXPONENT == 4 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        bits = tl.where(finite, x, 0.0).to(tl.int32, bitcast=True)
-        sign, size = (bits >> 24) & 128, bits & 0x7FFFFFFF
-        # Subnormals are rounded by adding a number whose last bit is their step, the others as integers.
-        ANCHOR: tl.constexpr = (2 - (1 << (EXPONENT - 1)) + EXPONENT - 7 + 23 + 127) << 23
-        anchor = tl.full((), ANCHOR, tl.int32).to(tl.float32, bitcast=True)
-        small = (size.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR
-        SHIFT: tl.constexpr = 16 + EXPONENT  # mantissa bits that go
-        REBIAS: tl.constexpr = (128 - (1 << (EXPONENT - 1))) << 23
-        large = (size - REBIAS + (1 << (SHIFT - 1)) - 1 + ((size >> SHIFT) & 1)) >> SHIFT
-        return tl.where(finite, tl.where(size < REBIAS + (1 << 23), small, large) | sign, 127).to(tl.uint8)
+        return _float8_bits(x, EXPONENT).to(tl.uint8)
+
+
+@triton.constexpr_function
+def _four_float8(exponent):
+    """PTX: four float32 to a word, the first one lowest."""
+    cvt = f"cvt.rn.satfinite.{'e4m3x2' if exponent == 4 else 'e5m2x2'}.f32"
+    return f"{{ .reg .b16 a, b; {cvt} a, $2, $1; {cvt} b, $4, $3; mov.b32 $0, {{a, b}}; }}"
+
+
+@triton.jit
+def float8_words(x, scale, EXPONENT: tl.constexpr, NATIVE: tl.constexpr):
+    """x [64, N], rows in the order of `float8_row`, to words of the `float8_codes` of four tokens: int32 [16, N]."""
+    N: tl.constexpr = x.shape[1]
+    x = _divide(x, scale, largest_float8(EXPONENT))
+    even, odd = tl.split(x.reshape(2, 2, 2, 8, N).permute(0, 3, 4, 1, 2))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    if NATIVE:
+        asm: tl.constexpr = _four_float8(EXPONENT)
+        four = [first, second, third, fourth]
+        words = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", four, tl.int32, is_pure=True, pack=1)
+    else:
+        words = _float8_bits(first, EXPONENT) | (_float8_bits(second, EXPONENT) << 8)
+        words |= (_float8_bits(third, EXPONENT) << 16) | (_float8_bits(fourth, EXPONENT) << 24)
+    return words.permute(1, 0, 2).reshape(16, N)
+
+
+@triton.jit
+def float8_row(row):
+    """Token of a row that is loaded, 0 to 63: those of one word meet in one thread, which loads every eighth row."""
+    return row % 8 * 8 + row // 8

@@ -115,3 +115,16 @@ def store_value_plane(
         kept = _sum_rows(_place(before * ONES, before, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
         words = (words & ~kept) | (tl.load(base, mask=mask, other=0).to(tl.int32) & kept)
     tl.store(base, words.to(TYPE), mask=mask)
+
+
+@triton.jit
+def store_value_words(block, words, number, start, end, DIM: tl.constexpr):
+    """Write a block of values of 8 bits, int32 [16, N], four tokens a word; bytes of tokens before `start` stay."""
+    channel, word = tl.arange(0, words.shape[1])[None, :], tl.arange(0, 16)[:, None]
+    place = block.to(tl.pointer_type(tl.int32)) + channel * 16 + word
+    mask = (channel < DIM) & (number * _BLOCK + 0 * word < end)
+    if number * _BLOCK < start:
+        before = tl.minimum(tl.maximum(start - number * _BLOCK - 4 * word, 0), 4)  # tokens of a word
+        kept = tl.where(before == 4, -1, (1 << (8 * before)) - 1)
+        words = (words & ~kept) | (tl.load(place, mask=mask, other=0) & kept)
+    tl.store(place, words, mask=mask)

@@ -45,9 +45,17 @@ def _operands(table, kept):
 
 
 @triton.constexpr_function
+def _high_selectors():
+    # Moves the high half of s to the low one, 1 to 3 % of a decode step faster than a shift: where the GPU shifts it
+    # also permutes, but it multiplies elsewhere.  Times 1.0 keeps every float16 that is neither infinite nor NaN, and
+    # selectors are not, their bit 11 being 0.
+    return "{ .reg .b16 l, h, o; mov.b32 {l, h}, s; mov.b16 o, 0x3C00; mul.rn.f16 l, h, o; mov.b32 s, {l, l}; }"
+
+
+@triton.constexpr_function
 def _ptx4(part, table, kept):
     low, high = _operands(table, kept)
-    select = "and.b32 s, $1, 0x77777777;" + (" shr.u32 s, s, 16; shl.b32 t, $1, 4;" if part else " mov.b32 t, $1;")
+    select = "and.b32 s, $1, 0x77777777;" + (f" {_high_selectors()} shl.b32 t, $1, 4;" if part else " mov.b32 t, $1;")
     look_up = f" prmt.b32 s, {low}, {high}, s; lop3.b32 $0, s, t, 0x80808080, 0xF8;"  # s | (t & mask)
     return "{ .reg .b32 s, t; " + select + look_up + " }"
 
@@ -69,7 +77,7 @@ def three_bit_selectors(part, first, second):
         return f"and.b32 s, {second}, 0x77777777;"
     text = f"and.b32 s, {first}, 0x77777777;"
     if part == 1:
-        text += "shr.u32 s, s, 16;"
+        text += _high_selectors()
     elif part == 3:
         text += f"and.b32 t, {second}, 0x77777777;"
         text += f"mul.lo.u32 s, s, {-0x4001 & 0xFFFFFFFF:#x}; mad.lo.u32 s, {first}, 0x4001, s;"
@@ -82,7 +90,7 @@ def three_bit_selectors(part, first, second):
 def _ptx2(part, table, kept):
     low, high = _operands(table, kept)
     select = ("shr.u32 s, $1, 2; " if part % 2 else "mov.b32 s, $1; ") + "and.b32 s, s, 0x33333333;"
-    look_up = f"{' shr.u32 s, s, 16;' if part >= 2 else ''} prmt.b32 $0, {low}, {high}, s;"
+    look_up = f"{_high_selectors() if part >= 2 else ''} prmt.b32 $0, {low}, {high}, s;"
     return "{ .reg .b32 s; " + select + look_up + " }"
 
 
@@ -383,7 +391,12 @@ def to_tokens(x, SLOTS: tl.constexpr, REPEATS: tl.constexpr):
 def plane_layout(bits, head_dim, second):
     """(bytes per element, bits per code, bytes from a block's start, bytes of a block); a second plane is int16."""
     first = 2 if bits == 3 else bits
-    return (2 if second else 1), (1 if second else first), second * 64 * head_dim * first // 8, 64 * head_dim * bits // 8
+    return (
+        (2 if second else 1),
+        (1 if second else first),
+        second * 64 * head_dim * first // 8,
+        64 * head_dim * bits // 8,
+    )
 
 
 @triton.jit

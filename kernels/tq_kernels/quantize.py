@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import float8_codes, gaussian_codes, uniform_codes
-from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane
+from .codes import float8_codes, float8_row, float8_words, gaussian_codes, uniform_codes
+from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane, store_value_words
 from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
 from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, States
 
@@ -46,20 +46,19 @@ def _float8_blocks(
         smooth += pair * DIM
     factor = tl.load(head_scale + pair)
     row, channel = tl.arange(0, 64), tl.arange(0, triton.next_power_of_2(DIM))
+    if VALUE:
+        row = float8_row(row)
     for step in tl.range(0, LOOP, num_stages=STAGES):
         number = start // _BLOCK + tl.program_id(0) * LOOP + step
         token = number * _BLOCK + row
         valid = (token >= start) & (token < end)
         rows = _plain(load_rows(x, strides[2], token - start, valid, channel, DIM), center, smooth, channel, DIM)
-        codes = float8_codes(rows, factor, CODING[4], NATIVE)
         block = packed + number.to(tl.int64) * (_BLOCK * DIM)
-        if VALUE:  # whole rows of bytes; those behind `end` do not matter
-            codes, place = tl.trans(codes), block + channel[:, None] * _BLOCK + row[None, :]
-            exists = (channel < DIM)[:, None] & (number * _BLOCK + 0 * row < end)[None, :]
-            if number * _BLOCK < start:
-                codes = tl.where(valid[None, :], codes, tl.load(place, mask=exists, other=0))
-            tl.store(place, codes, mask=exists)
+        if VALUE:
+            words = float8_words(rows, factor, CODING[4], NATIVE)
+            store_value_words(block, words, number, start, end, DIM)
         else:
+            codes = float8_codes(rows, factor, CODING[4], NATIVE)
             # 8 bytes at a time, as many as elements are loaded: 16 would change the layout of values beside these keys.
             column = tl.max_contiguous(channel, 8)
             tl.store(block + row[:, None] * DIM + column[None, :], codes, mask=valid[:, None] & (column < DIM)[None, :])
