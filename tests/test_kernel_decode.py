@@ -259,10 +259,12 @@ def compile_all(target, *dtypes):
 
 
 def _compile(target, dtype, key, value):
-    """Whether the second kernel multiplies in fp8; compiles all three, with everything switched on."""
+    """Whether packed tokens are multiplied in fp8; compiles all kernels, with everything switched on."""
     import triton.language as tl
     from tq_kernels import decode
+    from tq_kernels.decode_exact import decode_exact_kernel
     from tq_kernels.decode_merge import decode_merge_kernel
+    from tq_kernels.decode_query import rotate_query_kernel
     from tq_kernels.scores import FULL_MASK
     from tq_kernels.tuning import choose, exact_steps
 
@@ -273,47 +275,53 @@ def _compile(target, dtype, key, value):
     compute = decode.DTYPES[path.compute]
     fp8 = compute == tl.float8e4nv
     columns = 16 if not fp8 else 4 if value.bits == 4 else 8
-    config = choose(value.bits, columns, 16 * (key.bits + value.bits), SHARED[target] + 1024, fp8)
-    shared = dict(GROUP=columns // 2, QUERIES=2, PDL=path.pdl)
-    tiled = dict(DIMS=(128, 128), COLUMNS=columns, TERMS=2 if fp8 else 1) | shared
-    flags = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision)
-    x, pair, triple = "*" + dtype, ("i64",) * 2, ("i64",) * 3
-    mask_strides = (*triple, "i32")
-    operand = {tl.float8e4nv: "*fp8e4nv", tl.float16: "*fp16", tl.float32: "*fp32"}[compute]
+    config = choose(value.bits, columns, 128, 16 * (key.bits + value.bits), SHARED[target] + 1024, fp8)
+    shared = dict(GROUP=columns // 2, QUERIES=2)
+    x, triple = "*" + dtype, ("i64",) * 3
     key_scale, value_scale = ("*fp32" if fmt.bits == 8 else "*fp16" for fmt in (key, value))
-    rotation = "*fp32" if key.rotated else None
-    work, factor = (operand, "*fp32", "*fp32", "*fp32"), ("*fp16",) if value.has_zero else ()
-    prepare = dict(
-        query=x, key_scale=key_scale, space=(rotation,) * 3, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64",
-        slots="i32", work=work, sizes=("i32", "i32"), splits="i32", length="i32", packed="i32",
-        scales=("fp32", "fp32"), strides=(triple,) * 5 + (mask_strides,),
+    rotation, value_rotation = ("*fp32" if fmt.rotated else None for fmt in (key, value))
+    space, factor = (rotation, "*fp32", "*fp32"), ("*fp16",) if value.has_zero else ()
+    exact = dict(
+        query=x, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64", slots="i32", work=("*fp32", "*fp32"),
+        length="i32", sizes=("i32", "i32"), scales=("fp32", "fp32"),
+        strides=(triple, ("i64",) * 4, ("i64",) * 4, triple, triple, triple, triple, (*triple, "i32")),
     )  # fmt: skip
-    split = dict(
-        work=work, key=("*u8", key_scale), value=("*u8", value_scale, *factor), mask="*u8", lengths="*i32",
-        total="*i64", tokens="i32", blocks="i32", others="i32", behind="i32", sizes=("i32", "i32"), softcap="fp32",
-        strides=(pair,) * 4 + (mask_strides,),
+    attend = exact | dict(
+        space=space, key=("*u8", key_scale), value=("*u8", value_scale, *factor), lengths="*i32", splits="i32",
+        tokens="i32", blocks="i32",
     )  # fmt: skip
     merge = dict(
-        partial="*fp32", partial_lse="*fp32", rotation="*fp32" if value.rotated else None, center=None, s_aux=x,
-        out=x, lse="*fp32", splits="i32", all_splits="i32", heads="i32", strides=triple,
+        partial="*fp32", partial_lse="*fp32", rotation=value_rotation, center=None, s_aux=x, out=x, lse="*fp32",
+        splits="i32", all_splits="i32", heads="i32", strides=triple,
     )  # fmt: skip
     codes = coding_of(key).code, coding_of(value).code
-    launch = dict(COMPUTE=compute, PTX=path.ptx, LAUNCH=(config.tile, config.warps, False, config.stages))
-    text, ttgir = (
-        compile_kernel(
-            decode._decode_split_kernel, target, split, dict(KEY=codes[0], VALUE=codes[1]) | launch | flags | tiled,
-            stage, num_warps=config.warps, num_stages=config.stages,
-        )
-        for stage in (None, "ttgir")
-    )  # fmt: skip
-    if path.ptx:
-        assert check_neighbours(ttgir) >= (min(key.bits, value.bits) < 8)
-    for dim in (128, 96):  # the rotation in butterflies, and as a matrix
-        constants = dict(BITS=key.bits, UNIT=1.0) | flags | tiled | dict(DIMS=(dim, dim))
-        tile, stages = exact_steps((dim, dim), DTYPES[dtype].itemsize, SHARED[target])
-        stages, constants["TILE"] = (1 if dtype == "fp32" else stages), tile
-        compile_kernel(decode.decode_prepare_kernel, target, prepare, constants, num_warps=8, num_stages=stages)
-        compile_kernel(decode_merge_kernel, target, merge, dict(DIM=dim, SPLITS=32) | shared, num_warps=4)
+    for dim in (128, 96):  # the rotation in butterflies, and by a matrix
+        step, stages = exact_steps((dim, dim), DTYPES[dtype].itemsize, SHARED[target])
+        tiled = dict(DIMS=(dim, dim), COLUMNS=columns) | shared
+        constants = dict(
+            KEY=codes[0], VALUE=codes[1], COMPUTE=compute, PATH=(path.ptx, path.precision, path.pdl),
+            LAUNCH=(config.tile, config.warps, False, config.stages, min(step, 32)),
+            FLAGS=(True, True, FULL_MASK.value, True),
+        )  # fmt: skip
+        turned = "*fp32" if rotation and dim == 96 else None
+        text, ttgir = (
+            compile_kernel(
+                decode.decode_kernel, target, attend | dict(turned=turned), constants | tiled, stage,
+                num_warps=config.warps, num_stages=config.stages,
+            )
+            for stage in (None, "ttgir")
+        )  # fmt: skip
+        if path.ptx:
+            assert check_neighbours(ttgir) >= (min(key.bits, value.bits) < 8)
+        stages = 1 if dtype == "fp32" else stages
+        constants = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision, PDL=path.pdl)
+        constants |= dict(LAUNCH=(step, stages)) | tiled
+        compile_kernel(decode_exact_kernel, target, exact, constants, num_warps=8, num_stages=stages)
+        merged = dict(DIM=dim, SPLITS=32, PDL=path.pdl) | shared
+        compile_kernel(decode_merge_kernel, target, merge, merged, num_warps=4)
+        if turned:
+            turn = dict(query=x, space=space, out="*fp32", strides=triple)
+            compile_kernel(rotate_query_kernel, target, turn, dict(DIM=dim, PRECISION=path.precision) | shared)
     return "e4m3" in text and "mma" in text
 
 

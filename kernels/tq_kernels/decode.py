@@ -1,15 +1,9 @@
 """Decode attention over a packed cache: up to 16 query tokens per sequence, split along the cached tokens.
 
-Scores are computed transposed, tokens on M and the queries of one KV head (all heads of its group) on N:
-
-    S^T[tokens, group] = K[tokens, D] . Q^T[D, group]        O^T[D, group] += V^T[D, tokens] . P^T[tokens, group]
-
-so each packed byte is read and decoded once for the whole group, and codes, turned into e4m3 bytes in registers, go to
-the fp8 tensor cores in the order in which they lie.  A tile of tokens is one block of values, or two.
-
-Three launches.  The first (`decode_prepare`) brings the query into the space of the key codes and attends to the
-tokens that are still in the model's dtype, which gives some more splits; the second attends to the packed tokens; the
-third undoes rotation and centre of the values in the sum of the packed splits, and joins it with the exact ones.
+Two launches.  The first attends: a program takes one split of the packed tokens (`decode_packed`) or of those still in
+the model's dtype (`decode_exact`) of one sequence and KV head.  The second (`decode_merge`) undoes rotation and centre
+of the values in the sum of the packed splits, and joins it with the exact ones.  Where the rotation of keys is no
+Hadamard matrix, one more launch rotates the query before.
 
 Query columns of a KV head are head after head, `QUERIES` of each, in tiles of `COLUMNS`.  Scores are in base 2.
 """
@@ -22,36 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .decode_exact import EXACT_TILE, attend_exact, decode_exact_kernel
 from .decode_merge import launch_merge, merge_warps
-from .decode_prepare import EXACT_TILE, decode_prepare_kernel
+from .decode_packed import attend_packed
+from .decode_query import by_matrix, rotate_query_kernel
 from .device import capability, is_nvidia, multiprocessors, shared_memory
 from .launch import aligned, launch
-from .primitives import (
-    BLOCK_TOKENS,
-    decode_rows,
-    exp2,
-    gather_terms,
-    keep_tables,
-    load_keys,
-    load_scales,
-    load_values,
-    part_width,
-    parts,
-    ptx_inverse,
-    ptx_log2,
-    rough_log2,
-    side_by_side,
-    spread_terms,
-    to_rows,
-    to_tokens,
-    unit,
-)
-from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, apply_mask, lengths_now, soft_cap
+from .primitives import BLOCK_TOKENS
+from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
 from .states import States, no_states
 from .tuning import choose, choose_splits, exact_steps
 
-P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
-LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
 MAX_QUERIES = 16
 _NUMBERS = count()
 MAX_EXACT_SPLITS = 8
@@ -59,186 +34,44 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit
-def _packed_scores(
-    q, rows, scale, shift, softcap, SOFTCAP: tl.constexpr, TERMS: tl.constexpr, TWINS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores [tokens, columns] of decoded key rows; `scale` [tokens], or a number, is their factor."""
-    s = gather_terms(tl.dot(rows, q, input_precision=PRECISION), TERMS, TWINS, 1)
-    s *= scale if scale.numel == 1 else scale[:, None]
-    if SOFTCAP:
-        s = soft_cap(s + shift[None, :], softcap)
-    return s
-
-
-@triton.jit
-def _decode_values(
-    base, start, blocks,
-    VALUE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
-    PTX: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Values of `TILE` tokens, [CHANNELS, TILE]: of two blocks, block by block, each lying in one piece."""
-    BITS: tl.constexpr = VALUE[0]
-    TABLE: tl.constexpr = VALUE[1]
-    planes = load_values(base, start, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
-    channels = decode_rows(planes, BITS, TABLE, COMPUTE, PTX)
-    if TILE == 2 * BLOCK_TOKENS:
-        planes = load_values(base, start + BLOCK_TOKENS, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
-        channels = side_by_side(channels, decode_rows(planes, BITS, TABLE, COMPUTE, PTX))
-    return channels
-
-
-@triton.jit
-def _sum_repeats(x, REPEATS: tl.constexpr):
-    """[R, N] by score row, summed over the rows that a thread has of different repeats."""
-    return tl.sum(x.reshape(REPEATS, x.shape[0] // REPEATS, x.shape[1]), 0)
-
-
-@triton.jit
-def _store_split(
-    out, total, zeros, peak, shift, scale, partial, partial_lse, used,
-    VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Divides by the sum; writes output and log-sum-exp of a split."""
-    total = tl.sum(total, 0)
-    out = (out * scale + tl.sum(zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
-    lse = tl.where(total > 0, peak + shift - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    channel = tl.arange(0, CHANNELS)
-    tl.store(partial[None, :] + channel[:, None], out, mask=used[None, :] & (channel < VALUE_DIM)[:, None])
-    tl.store(partial_lse, lse, mask=used)
-
-
-@triton.jit(do_not_specialize=["tokens", "blocks", "others", "behind"])
-def _decode_split_kernel(
-    work, key, value, mask, lengths, total, tokens, blocks, others, behind, sizes, softcap, strides,
+@triton.jit(do_not_specialize=["splits", "tokens", "blocks", "length"])
+def decode_kernel(
+    query, turned, space, key, value, tail, sinks, mask, lengths, total, slots, work, splits, tokens, blocks, length,
+    sizes, scales, strides,
     DIMS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
+    FLAGS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PATH: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One program = one split of the packed tokens of one sequence and KV head, for a tile of its query columns.
+    """One program = one split of the tokens of one sequence and KV head, for a tile of its query columns.
 
-    work = (operand, factors, partial, partial_lse), key = (packed, scale), value = (packed, scale[, zero]), `tokens`
-    packed ones in `blocks`, `others` splits of exact tokens, `behind` of them behind the packed ones, sizes = (sinks,
-    residual length), strides = (key, key scale, value, value scale, mask), KEY and VALUE = (bits, table), FLAGS =
-    (SOFTCAP, CAUSAL, MASK), LAUNCH = (tokens of a tile, warps, loads need a mask, stages).  With `total`, int64 on the
-    device, it says how many tokens are packed.
+    The first `splits` programs of a column tile attend to the `tokens` packed ones in `blocks`, the others to the tail
+    of so much `length`, or the sinks.  turned: the query already rotated, see `by_matrix`, or None; space = (rotation,
+    smooth, center) of the keys, key = (packed, scale), value = (packed, scale[, zero]), tail = (keys, values), sinks
+    likewise or None, work = (partial, partial_lse), sizes = (sinks, residual length), scales = (scaling, soft cap),
+    strides = (query, key and its scale, value and its scale, keys, values, sink keys, sink values, mask), KEY and VALUE
+    = (bits, table), FLAGS = (SOFTCAP, CAUSAL, MASK, CAUSAL for packed tokens too), PATH = (PTX, PRECISION, PDL), LAUNCH
+    = (tokens of a tile, warps, loads need a mask, stages, exact tokens of a step).  With `total`, int64 on the device,
+    it says how many tokens there are; the tail is then a ring of `slots`.
     """
-    SOFTCAP: tl.constexpr = FLAGS[0]
-    CAUSAL: tl.constexpr = FLAGS[1]
-    MASK: tl.constexpr = FLAGS[2]
-    TILE: tl.constexpr = LAUNCH[0]
-    MASKED: tl.constexpr = LAUNCH[2]
-    KEY_BITS: tl.constexpr = KEY[0]
-    VALUE_BITS: tl.constexpr = VALUE[0]
-    KEY_TABLE: tl.constexpr = KEY[1]
-    VALUE_TABLE: tl.constexpr = VALUE[1]
-    DIM: tl.constexpr = DIMS[0]
-    WIDTH: tl.constexpr = part_width(DIM, KEY_BITS)
-    CHANNELS: tl.constexpr = max(triton.next_power_of_2(DIMS[1]), 64)
-    REPEATS: tl.constexpr = max(TILE // 16 // LAUNCH[1], 1)
-    SLOTS: tl.constexpr = TILE // (16 * REPEATS)
-    TWINS: tl.constexpr = max(16 // (COLUMNS * TERMS), 1)
-    TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
-
-    batch, kv_head = tl.program_id(2).to(tl.int64), (tl.program_id(1) // TILES).to(tl.int64)
-    pair, first_column = batch * (tl.num_programs(1) // TILES) + kv_head, tl.program_id(1) % TILES * COLUMNS
-    column = first_column + tl.arange(0, COLUMNS)
-    limit = tokens + behind - QUERIES + 1 + column % QUERIES  # packed tokens that a column may see
-    tokens = lengths_now(total, 0, tokens, sizes[1])[1]
-    if lengths is not None:
-        tokens = tl.minimum(tl.load(lengths + batch), tokens)
-    if PTX:
-        keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
-    index = batch * tl.num_programs(1) + tl.program_id(1)
-    K: tl.constexpr = parts(KEY_BITS) * WIDTH
-    if PDL:  # all programs wait for the first launch, so that the end of this one is the end of both
-        tl.extra.cuda.gdc_wait()
-    n = tl.arange(0, TERMS * COLUMNS * TWINS)[None, :] // TWINS  # see `spread_terms`
-    q = tl.load(work[0] + (index * (TERMS * COLUMNS) + n) * K + tl.arange(0, K)[:, None])
-    factor = tl.load(work[1] + index * (1 + COLUMNS))
-    offset = tl.load(work[1] + index * (1 + COLUMNS) + 1 + tl.arange(0, COLUMNS))
-    key_packed = key[0] + batch * strides[0][0] + kv_head * strides[0][1]
-    key_scale = key[1] + batch * strides[1][0] + kv_head * strides[1][1]
-    value_packed = value[0] + batch * strides[2][0] + kv_head * strides[2][1]
-    value_scale = value[1] + batch * strides[3][0] + kv_head * strides[3][1]
-    mask_base = batch * strides[4][0]
-    mask_columns = tl.where(column < GROUP * QUERIES, column, 0)
-    mask_head = kv_head * GROUP + mask_columns // QUERIES
-    mask_columns = mask_base + mask_head * strides[4][1] + mask_columns % QUERIES * strides[4][2]
-
-    row = to_rows(tl.arange(0, TILE), SLOTS, REPEATS)  # the token of a score row
-    peak = tl.full((COLUMNS,), -1e30, tl.float32)  # finite: exp2(-inf - peak) is 0 even where all is masked
-    weight = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)  # summed over its rows at the end, like `zeros`
-    zeros = tl.zeros((TILE // REPEATS, COLUMNS), tl.float32)
-    out = tl.zeros((CHANNELS, COLUMNS), tl.float32)
-    tiles = tl.cdiv(tokens, TILE)
-    per_split = tl.cdiv(tiles, tl.num_programs(0))
-    end = tl.minimum((tl.program_id(0) + 1) * per_split, tiles)
-    # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
-    for tile in tl.range(tl.program_id(0) * per_split, end, num_stages=LAUNCH[3]):
-        # The last tile is moved back so that no load passes the last block; what it repeats is masked out.
-        first = tile * TILE
-        start = first if MASKED else tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
-        keys = load_keys(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
-        scale = factor
-        if KEY_BITS != 8:
-            scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
-        rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
-        s = _packed_scores(q, rows, scale, offset, softcap, SOFTCAP, TERMS, TWINS, PRECISION)
-        new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
-        s = apply_mask(s, mask, mask_base, mask_columns, strides[4][3], sizes[0] + start + row, new, MASK)
-        if CAUSAL:
-            s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
-        # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.
-        shift = tl.zeros((TILE,), tl.float32)
-        if VALUE_BITS != 8:
-            scale = tl.maximum(load_scales(value_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED), 1e-7)
-            if PTX:  # the scale in the exponent: fewer instructions, but for float32 too coarse
-                shift = ptx_log2(scale)
-        s += tl.where(new, shift, float("-inf"))[:, None]
-        highest = s
-        if VALUE_BITS != 8 and not PTX:
-            highest = s + rough_log2(scale)[:, None]
-        previous = peak
-        peak = tl.maximum(peak, tl.max(highest, 0))
-        alpha = exp2(previous - peak, PTX)
-        p = exp2(s - (peak - P_SHIFT)[None, :], PTX)
-        probability = p
-        if VALUE_BITS != 8:
-            if PTX:
-                probability = p * ptx_inverse(scale)[:, None]
-            else:
-                p *= scale[:, None]
-        weight = weight * alpha[None, :] + _sum_repeats(probability, REPEATS)
-        if len(value) == 3:
-            zero = value[2] + batch * strides[3][0] + kv_head * strides[3][1]
-            zero = load_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
-            zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], REPEATS)
-        p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, TWINS, LIFT, COMPUTE, PTX)
-        channels = _decode_values(value_packed, start, blocks, VALUE, DIMS[1], TILE, CHANNELS, COMPUTE, PTX, MASKED)
-        tile_out = gather_terms(tl.dot(channels, p, input_precision=PRECISION), TERMS, TWINS, LIFT)
-        out = out * alpha[None, :] + tile_out  # an ordinary add: the tensor core's own sum keeps 14 bits
-
-    if PDL:  # not before: programs of the next launch would take the places of some of this one
+    PRECISION: tl.constexpr = PATH[1]
+    if tl.program_id(2) < splits:
+        attend_packed(
+            query, turned, space, key, value, mask, lengths, total, work, splits, tokens, blocks, length, sizes, scales,
+            strides, DIMS, KEY, VALUE, GROUP, QUERIES, FLAGS, COLUMNS, COMPUTE, PATH[0], PRECISION, LAUNCH,
+        )  # fmt: skip
+    else:
+        attend_exact(
+            query, tail, sinks, mask, total, slots, work, splits, length, tokens, sizes, scales, strides, DIMS, GROUP,
+            QUERIES, FLAGS, COLUMNS, PRECISION, LAUNCH[4], 1,
+        )  # fmt: skip
+    if PATH[2]:  # not before: programs of the next launch would take the places of some of this one
         tl.extra.cuda.gdc_launch_dependents()
-    if SOFTCAP:
-        offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
-    value_factor = unit(VALUE_BITS, VALUE_TABLE, COMPUTE)
-    if VALUE_BITS == 8:
-        value_factor *= tl.load(value_scale)
-    index = ((pair * (tl.num_programs(0) + others) + tl.program_id(0)) * GROUP * QUERIES) + column
-    _store_split(
-        out, weight, zeros, peak, offset, value_factor, work[2] + index * DIMS[1], work[3] + index,
-        column < GROUP * QUERIES, DIMS[1], CHANNELS,
-    )  # fmt: skip
 
 
 class Path(NamedTuple):
     """How a device computes: the type that goes to the dots, inline assembly or not, and how float32 is multiplied.
 
-    pdl: programmatic dependent launch.  The programs of the second and third launch start before the previous launch
-         has ended, and wait for its end (`gdc_wait`) where they first read what it has written.
+    pdl: programmatic dependent launch.  The programs of the merge start before the launch before it has ended, and
+         wait for its end (`gdc_wait`) where they first read what it has written.
     """
 
     compute: torch.dtype
@@ -269,11 +102,10 @@ class _Mask(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is worked out once for shapes, formats and flags: how the three launches look."""
+    """What is worked out once for shapes, formats and flags: the launches, rotation of the query, attention, merge."""
 
     number: int  # no other plan has it
-    rows: int  # queries of a column tile, for all tiles of all KV heads and sequences
-    width: int  # elements of the operand for one of them
+    turns: bool  # whether the first launch is needed
     grids: tuple[tuple[int, int, int], ...]
     constants: tuple[dict[str, Any], ...]
     options: tuple[dict[str, Any], ...]
@@ -329,8 +161,9 @@ def decode(
     path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
     pairs, columns = batch * kv_heads, heads // kv_heads * queries
     config = choose(
-        value.coding.bits, _columns(columns, path), (key.packed.shape[3] + value.packed.shape[3]) // BLOCK_TOKENS.value,
-        shared_memory(query.device), path.compute == torch.float8_e4m3fn,
+        value.coding.bits, _columns(columns, path), values.shape[3],
+        (key.packed.shape[3] + value.packed.shape[3]) // BLOCK_TOKENS.value, shared_memory(query.device),
+        path.compute == torch.float8_e4m3fn,
     )  # fmt: skip
     splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
     sinks = sinks if sinks is not None and sinks[0].shape[2] else None
@@ -339,49 +172,65 @@ def decode(
     plan = _plan(
         query.device, query.dtype, (batch, heads, kv_heads, queries, query.shape[3], values.shape[3]), key.coding.code,
         value.coding.code, flags, splits, tail_splits, sinks is not None, path, config,
-        key.capacity < config.tile, tail < queries - 1, tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
+        by_matrix(key.rotation is not None, query.shape[3]), key.capacity < config.tile, tail < queries - 1,
+        tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
     )  # fmt: skip
-    new, all_splits = query.new_empty, splits + tail_splits + (sinks is not None)
+    all_splits = splits + tail_splits + (sinks is not None)
     work = (
-        new(plan.rows, plan.width, dtype=path.compute),
-        new(plan.rows, 1 + plan.constants[0]["COLUMNS"], dtype=torch.float32),
-        new(pairs, all_splits, columns, values.shape[3], dtype=torch.float32),
-        new(pairs, all_splits, columns, dtype=torch.float32),
+        query.new_empty(batch * kv_heads, all_splits, columns, values.shape[3], dtype=torch.float32),
+        query.new_empty(batch * kv_heads, all_splits, columns, dtype=torch.float32),
     )
     now = (total, residual_length, scaling * LOG2E.value, float(softcap or 0))
-    _launch_prepare(plan, work, query, key, (keys, values), sinks, masked, now, packed_length, splits)
     if splits:
-        _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed_length, tail, all_splits - splits)
+        turned = _rotate(plan, query, key) if plan.turns else None
+        _launch(
+            plan, work, query, turned, key, value, (keys, values), sinks, masked, lengths, now, splits, packed_length
+        )
+    else:
+        _launch_exact(plan, work, query, (keys, values), sinks, masked, now)
     return launch_merge(plan, work, query, value, s_aux, splits, all_splits)
 
 
-def _launch_prepare(plan, work, query, key, tail, sinks, masked, now, packed, splits):
+def _rotate(plan, query, key):
+    """The query, smoothed and rotated, float32."""
+    turned = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    space, strides = (key.rotation, key.smooth, key.center), query.stride()[:3]
+    key_ = (plan.number, strides, aligned(query, *space))
+    launch(rotate_query_kernel, key_, plan.grids[0], (query, space, turned, strides), plan.constants[0])
+    return turned
+
+
+def _exact_arguments(query, tail, sinks, masked, now):
+    """What both kernels take of exact tokens, and all that it means for a launch's key."""
     total, residual, scaling, softcap = now
-    strides = (*(x.stride()[:3] for x in (query, *tail, *(sinks or tail))), masked.strides)
     sizes, slots = (0 if sinks is None else sinks[0].shape[2], residual), None if total is None else tail[0].shape[2]
-    space = (key.rotation, key.smooth, key.center)
-    arguments = (
-        query, key.factors[0], space, tail, sinks, masked.tensor, total, slots, work, sizes, splits, tail[0].shape[2],
-        packed, (scaling, softcap), strides,
-    )  # fmt: skip
-    present = aligned(query, key.factors[0], *space, *tail, *(sinks or ()), masked.tensor, total)
+    strides = tuple(x.stride()[:3] for x in (*tail, *(sinks or tail)))
+    present = aligned(query, *tail, *(sinks or ()), masked.tensor, total)
     mask_type = None if masked.tensor is None else masked.tensor.dtype
-    key_ = (plan.number, strides, sizes, slots, present, mask_type)
-    launch(decode_prepare_kernel, key_, plan.grids[0], arguments, plan.constants[0], **plan.options[0])
+    key = (query.stride()[:3], strides, masked.strides, sizes, slots, present, mask_type)
+    return sizes, (scaling, softcap), slots, strides, key
 
 
-def _launch_split(plan, work, key, value, sinks, masked, lengths, now, packed, tail, others):
-    total, residual, _, softcap = now
+def _launch(plan, work, query, turned, key, value, tail, sinks, masked, lengths, now, splits, packed):
+    sizes, scales, slots, strides, key_ = _exact_arguments(query, tail, sinks, masked, now)
     sides = (key.packed, *key.factors), (value.packed, *value.factors)
-    strides = (*(x.stride()[:2] for side in sides for x in side[:2]), masked.strides)
-    sizes = (0 if sinks is None else sinks[0].shape[2], residual)
+    space = (key.rotation, key.smooth, key.center)
+    places = tuple((*side[0].stride()[:2], *side[1].stride()[:2]) for side in sides)
     arguments = (
-        work, *sides, masked.tensor, lengths, total, packed, key.packed.shape[2], others, tail, sizes, softcap, strides
+        query, turned, space, *sides, tail, sinks, masked.tensor, lengths, now[0], slots, work, splits, packed,
+        key.packed.shape[2], tail[0].shape[2], sizes, scales, (query.stride()[:3], *places, *strides, masked.strides),
     )  # fmt: skip
-    mask_type = None if masked.tensor is None else masked.tensor.dtype
-    present = aligned(*sides[0], *sides[1], masked.tensor, lengths, total)
-    key_ = (plan.number, strides, sizes, present, mask_type)
-    launch(_decode_split_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
+    key_ = (plan.number, key_, places, aligned(*sides[0], *sides[1], *space, lengths))
+    launch(decode_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
+
+
+def _launch_exact(plan, work, query, tail, sinks, masked, now):
+    sizes, scales, slots, strides, key = _exact_arguments(query, tail, sinks, masked, now)
+    arguments = (
+        query, tail, sinks, masked.tensor, now[0], slots, work, tail[0].shape[2], sizes, scales,
+        (query.stride()[:3], (), (), *strides, masked.strides),
+    )  # fmt: skip
+    launch(decode_exact_kernel, (plan.number, key), plan.grids[1], arguments, plan.constants[1], **plan.options[1])
 
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
@@ -402,44 +251,49 @@ def _columns(columns, path):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, small,
-    causal_packed, long,
+    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, turns,
+    small, causal_packed, long,
 ):  # fmt: skip
-    """The plan; `small`: room for fewer packed tokens than a tile has, `long`: a tail of many tiles."""
+    """The plan.
+
+    turns: the query is rotated by a matrix; small: room for fewer packed tokens than a tile has; long: a tail of many
+    tiles
+    """
     batch, heads, kv_heads, queries, dim, value_dim = sizes
-    exact_tile, stages = exact_steps((dim, value_dim), dtype.itemsize, shared_memory(device))
-    fp8, columns = path.compute == torch.float8_e4m3fn, heads // kv_heads * queries
-    tile, terms = _columns(columns, path), 2 if fp8 else 1
-    tiles, others = triton.cdiv(columns, tile), tail_splits + has_sinks
-    shared = dict(GROUP=heads // kv_heads, QUERIES=queries, PDL=path.pdl)
-    tiled = dict(DIMS=(dim, value_dim), COLUMNS=tile, TERMS=terms) | shared
-    prepare = dict(
-        BITS=key_code[0], UNIT=unit(*key_code, DTYPES[path.compute]), FLAGS=flags, PRECISION=path.precision,
-        TILE=exact_tile,
-    )  # fmt: skip
-    split = dict(
-        KEY=key_code, VALUE=value_code, FLAGS=(flags[0], flags[1] and causal_packed, flags[2]),
-        COMPUTE=DTYPES[path.compute], PTX=path.ptx, PRECISION=path.precision,
-        LAUNCH=(config.tile, config.warps, small, config.stages),
-    )  # fmt: skip
-    all_splits = triton.next_power_of_2(splits + others)
-    merge = dict(DIM=value_dim, SPLITS=all_splits)
-    registers = {"maxnreg": config.registers} if config.registers and path.ptx else {}
-    early = {"launch_pdl": True} if path.pdl else {}  # the first launch waits for all that was launched before
+    step, stages = exact_steps((dim, value_dim), dtype.itemsize, shared_memory(device))
+    columns, tile = heads // kv_heads * queries, _columns(heads // kv_heads * queries, path)
+    all_splits = splits + tail_splits + has_sinks
+    shared = dict(GROUP=heads // kv_heads, QUERIES=queries)
+    attend = dict(DIMS=(dim, value_dim), COLUMNS=tile, **shared)
+    options: dict[str, Any]
+    if splits:
+        attend |= dict(
+            KEY=key_code, VALUE=value_code, FLAGS=(*flags, flags[1] and causal_packed),
+            COMPUTE=DTYPES[path.compute], PATH=(path.ptx, path.precision, path.pdl),
+            LAUNCH=(config.tile, config.warps, small, config.stages, min(step, 32)),
+        )  # fmt: skip
+        options = dict(num_warps=config.warps, num_stages=config.stages)
+        if config.registers and path.ptx:
+            options["maxnreg"] = config.registers
+    else:
+        stages = stages if long and dtype != torch.float32 else 1
+        attend |= dict(FLAGS=flags, PRECISION=path.precision, PDL=path.pdl, LAUNCH=(step, stages))
+        options = dict(num_warps=8, num_stages=stages)
+    merge = dict(DIM=value_dim, SPLITS=triton.next_power_of_2(all_splits), PDL=path.pdl)
     return _Plan(
         next(_NUMBERS),
-        batch * kv_heads * tiles,
-        parts(key_code[0]) * terms * tile * part_width(dim, key_code[0]),
+        turns,
         (
-            (1 + others, kv_heads * tiles, batch),
-            (splits, kv_heads * tiles, batch),
+            (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
+            (kv_heads * triton.cdiv(columns, tile), batch, all_splits),  # exact tokens last: see `choose_splits`
             (batch * heads * queries, 1, 1),
         ),
-        (prepare | tiled, split | tiled, merge | shared),
+        (dict(DIM=dim, PRECISION=path.precision) | shared, attend, merge | shared),
         (
-            dict(num_warps=8, num_stages=stages if long and dtype != torch.float32 else 1),
-            dict(num_warps=config.warps, num_stages=config.stages, **registers, **early),
-            dict(num_warps=merge_warps(all_splits, value_dim), **early),
+            {},
+            options,
+            # The launch before it waits for all that was launched before.
+            dict(num_warps=merge_warps(merge["SPLITS"], value_dim), **({"launch_pdl": True} if path.pdl else {})),
         ),
     )  # fmt: skip
 

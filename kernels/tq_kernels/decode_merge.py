@@ -1,4 +1,4 @@
-"""The third launch of decode: joins the splits, and undoes rotation and centre of the values in the packed ones."""
+"""The last launch of decode: joins the splits, and undoes rotation and centre of the values in the packed ones."""
 
 import torch
 import triton
@@ -70,12 +70,12 @@ def merge_warps(splits: int, value_dim: int) -> int:
 def launch_merge(plan, work, query, value, s_aux, splits, all_splits):
     """Output and log-sum-exp of `decode`; `plan` and `work` as there."""
     batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, work[2].shape[3])
+    out = query.new_empty(batch, heads, queries, work[0].shape[3])
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
     s_aux = None if s_aux is None else s_aux.expand(*lse.shape)
     strides = (0, 0, 0) if s_aux is None else s_aux.stride()
     rotation, center = (value.rotation, value.center) if splits else (None, None)
-    arguments = (work[2], work[3], rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
+    arguments = (*work, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
     key = (plan.number, strides, aligned(rotation, center, s_aux), None if s_aux is None else s_aux.dtype)
     launch(decode_merge_kernel, key, plan.grids[2], arguments, plan.constants[2], **plan.options[2])
     return out, lse

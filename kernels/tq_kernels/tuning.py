@@ -8,7 +8,7 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters of `_decode_split_kernel`."""
+    """Launch parameters of `decode_kernel`."""
 
     tile: int
     warps: int
@@ -32,6 +32,9 @@ DECODE = {
     2: Config(128, 4, 3, 5, 96),
 }
 
+# Heads wider than 128 channels, whose output takes registers.
+DECODE_WIDE = {8: Config(64, 4, 3, 3)} | dict.fromkeys((4, 3, 2), Config(128, 4, 3, 3, 168))
+
 # Without fp8 dots: decoded rows of 16 or 32 bits go through shared memory (64 KiB on sm_75); not measured.
 DECODE_SOFTWARE = dict.fromkeys((8, 4, 3, 2), Config(64, 4, 1, 3))
 
@@ -40,14 +43,19 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 @lru_cache
-def choose(value_bits: int, columns: int, token_bytes: int, shared: int, fp8: bool) -> Config:
+def choose(value_bits: int, columns: int, value_dim: int, token_bytes: int, shared: int, fp8: bool) -> Config:
     """The launch parameters for values of `value_bits` and tiles of so many query columns, for fp8 dots or others.
 
     token_bytes: of keys and values, codes alone; shared: bytes of shared memory of a multiprocessor.  Where that does
     not hold as many programs as the table asks for, there are fewer, with the registers that this leaves; where it does
     not hold two, a stage less.
     """
-    table = DECODE_SOFTWARE if not fp8 else DECODE_NARROW if columns <= 4 else DECODE
+    if not fp8:
+        table = DECODE_SOFTWARE
+    elif value_dim > 128:
+        table = DECODE_WIDE
+    else:
+        table = DECODE_NARROW if columns <= 4 else DECODE
     config = table[value_bits]
     if not fp8:
         return config
@@ -79,6 +87,9 @@ MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what th
 
 
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:
-    """Splits per sequence and KV head that fill `multiprocessors`, each of at least two tiles."""
+    """Splits per sequence and KV head that fill `multiprocessors`, each of at least two tiles.
+
+    One program more than is wanted fits a multiprocessor: the last ones, of exact tokens, find a place there.
+    """
     wanted = max(1, config.per_multiprocessor * multiprocessors // pairs)
     return max(1, min(wanted, -(-tokens // (2 * config.tile)), MAX_SPLITS))

@@ -1,0 +1,112 @@
+"""The query of decode: into the space of the key codes, as operand of the dot with them."""
+
+import triton
+import triton.language as tl
+
+from .hadamard import hadamard, is_power_of_two, log2
+from .primitives import part_width, parts, spread_terms
+
+
+@triton.constexpr_function
+def by_matrix(rotated, dim):
+    """Whether the rotation has no butterflies: `rotate_query_kernel` then comes first."""
+    return rotated and not is_power_of_two(dim)
+
+
+@triton.jit
+def query_columns(query, strides, column, batch, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Pointers to the queries of `column`s of a KV head, heads of its group times QUERIES; which of them exist."""
+    used = column < GROUP * QUERIES
+    column = tl.where(used, column, 0)
+    head = kv_head * GROUP + column // QUERIES
+    return query + batch * strides[0] + head * strides[1] + column % QUERIES * strides[2], used
+
+
+@triton.jit
+def make_operand(
+    query, turned, space, key_scale, vector, scaling, used,
+    DIM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TWINS: tl.constexpr,
+    COMPUTE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Queries `query` [columns] as operand [parts * width, terms * columns * twins], see `spread_terms`, at most 448.
+
+    Returns it with the factor of its scores, and of each column the product with the centre of the keys.  space =
+    (rotation, smooth, center) of the KV head whose vectors begin at `vector`; `turned` [columns]: queries already
+    rotated, where `by_matrix`.
+    """
+    PARTS: tl.constexpr = parts(BITS)
+    WIDTH: tl.constexpr = part_width(DIM, BITS)
+    rotation, smooth, center = space
+    column = tl.arange(0, PARTS * WIDTH)
+    channel = column // WIDTH * (DIM // PARTS) + column % WIDTH
+    inside = column % WIDTH < DIM // PARTS
+    mask = used[:, None] & inside[None, :]
+    x = tl.load(query[:, None] + channel[None, :], mask=mask, other=0).to(tl.float32)
+    shift = tl.zeros((used.shape[0],), tl.float32)
+    if center is not None:
+        shift = tl.sum(x * tl.load(center + vector + channel, mask=inside, other=0)[None, :], 1) * scaling
+    if by_matrix(rotation is not None, DIM):
+        x = tl.load(turned[:, None] + channel[None, :], mask=mask, other=0)
+    else:
+        if smooth is not None:
+            x *= tl.load(smooth + vector + channel, mask=inside, other=0)[None, :]
+        if rotation is not None:
+            x *= tl.load(rotation + channel, mask=inside, other=0)[None, :]
+            # Bits of the column within its part, then those of the part; bits of the padding are between.
+            x = hadamard(hadamard(x, 0, log2(DIM // PARTS)), log2(WIDTH), log2(WIDTH * PARTS))
+    peak = tl.maximum(tl.max(tl.abs(x)), 1e-30)
+    factor = scaling * UNIT * peak / 448.0
+    if BITS == 8:
+        factor *= tl.load(key_scale)
+    return spread_terms((x * (448.0 / peak)).T, TERMS, TWINS, 1.0, COMPUTE, PTX), factor, shift
+
+
+# --- Rotation by a matrix.
+
+
+@triton.jit
+def fine_dot(x, y, PRECISION: tl.constexpr):
+    """float32 x @ y; if y is a 16-bit type, x in two terms of it."""
+    if y.dtype == tl.float32:
+        return tl.dot(x, y, input_precision=PRECISION)
+    else:
+        first = x.to(y.dtype)
+        second = (x - first.to(tl.float32)).to(y.dtype)
+        return tl.dot(second, y, tl.dot(first, y))
+
+
+@triton.jit
+def _rotate_part(q, matrix, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """q [16, channels] @ matrix.  16-bit queries: in three products of float16, for the tensor cores."""
+    if EXACT:
+        return fine_dot(q, matrix, PRECISION)
+    else:
+        size = tl.maximum(tl.max(tl.abs(q)), 1e-30) / 256
+        first = matrix.to(tl.float16)
+        second = (matrix - first.to(tl.float32)).to(tl.float16)
+        x = q / size
+        return (fine_dot(x, first, PRECISION) + tl.dot(x.to(tl.float16), second)) * size
+
+
+@triton.jit
+def rotate_query_kernel(
+    query, space, out, strides, DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Queries times smoothing, rotated: float32 [B, H_q, S, D].  One program = 16 columns of a KV head, 64 channels."""
+    COLUMNS: tl.constexpr = GROUP * QUERIES
+    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pair = batch * tl.num_programs(1) + kv_head
+    column = tl.program_id(0) // tl.cdiv(DIM, 64) * 16 + tl.arange(0, 16)
+    query, used = query_columns(query, strides, column, batch, kv_head, GROUP, QUERIES)
+    channel, turned = tl.arange(0, triton.next_power_of_2(DIM)), tl.program_id(0) % tl.cdiv(DIM, 64) * 64
+    turned += tl.arange(0, 64)
+    inside, wanted = channel < DIM, turned < DIM
+    q = tl.load(query[:, None] + channel[None, :], mask=used[:, None] & inside[None, :], other=0).to(tl.float32)
+    rotation, smooth, _ = space
+    if smooth is not None:
+        q *= tl.load(smooth + pair * DIM + channel, mask=inside, other=0)[None, :]
+    matrix = rotation + turned[None, :] * DIM + channel[:, None]
+    matrix = tl.load(matrix, mask=wanted[None, :] & inside[:, None], other=0)
+    x = _rotate_part(q, matrix, query.dtype.element_ty == tl.float32, PRECISION)
+    place = out + ((pair * COLUMNS + column) * DIM)[:, None] + turned[None, :]
+    tl.store(place, x, mask=used[:, None] & wanted[None, :])
