@@ -29,38 +29,51 @@ def calibrate(
     fmt: Format,
     center: bool,
     smooth: float,
-    counts: torch.Tensor,
+    counts: torch.Tensor | None,
     given_scale: torch.Tensor | None = None,
 ) -> Calibration:
     """Measure what `Calibration` holds on the first tokens `x` [B, H_kv, T, D].
 
-    `counts` bool [B, 1, T, 1] says which tokens count (not padding); tokens with NaN or inf never do.
-    `given_scale` [1] or [H_kv] is taken in place of a measured scale.
+    `counts` bool [B, 1, T, 1] says which tokens count (not padding); tokens with NaN or inf never do.  It may be None
+    where nothing is measured, see `measures`.  `given_scale` [1] or [H_kv] is taken in place of a measured scale.
     """
-    x = _finite_or_nan(x)
+    dtype = compute_dtype(x.dtype)
+    mean = size = scale = None
+    if given_scale is not None:
+        scale = given_scale.to(x.device, dtype).view(1, -1, 1, 1).expand(*x.shape[:2], 1, 1).contiguous()
+    if not measures(fmt, center, smooth, given_scale):
+        return Calibration(scale=scale)
+    assert counts is not None
+    # In as few passes as possible, and in x's own dtype while that is exact: the first tokens are a whole prompt.
     counts = counts & x.isfinite().all(dim=-1, keepdim=True)
+    limit = min(LARGEST, torch.finfo(x.dtype).max)
+    x = x.clamp(-limit, limit).masked_fill_(~counts, 0.0)
     total = counts.sum(dim=2, keepdim=True)
     enough = total >= MIN_CALIBRATION_TOKENS
-    mean = size = scale = None
-    x = torch.where(counts, x, 0.0)
     if center:
-        mean = torch.where(enough, x.sum(dim=2, keepdim=True) / total.clamp_min(1), 0.0)
-        x = torch.where(counts, x - mean, 0.0)
+        mean = torch.where(enough, x.sum(dim=2, keepdim=True, dtype=dtype) / total.clamp_min(1), 0.0)
+        x = x.sub(mean).mul_(counts)
     if smooth > 0:
-        rms = (x.square().sum(dim=2, keepdim=True) / total.clamp_min(1)).sqrt()
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=dtype)
+        rms = norm / total.clamp_min(1).to(dtype).sqrt()
         average = rms.mean(dim=-1, keepdim=True)
         # A dead channel must not divide by zero: a thousandth of the average is as good as none.
         size = (rms / _divisor(average)).clamp_min(1e-3) ** smooth
         size = torch.where(enough & (average > 0), size, 1.0)
-        x = x / size
-    if given_scale is not None:
-        scale = given_scale.to(x).view(1, -1, 1, 1).expand(*x.shape[:2], 1, 1).contiguous()
-    elif fmt.scale == "per_head":
+        if fmt.scale == "per_head":
+            x = x / size
+    if scale is None and fmt.scale == "per_head":
         headroom = torch.where(enough, FLOAT8_HEADROOM, FLOAT8_HEADROOM_OF_FEW)
         assert fmt.float8 is not None
-        largest = x.abs().amax(dim=(2, 3), keepdim=True) * headroom / torch.finfo(fmt.float8).max
+        largest = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3), keepdim=True, dtype=dtype)
+        largest = largest * headroom / torch.finfo(fmt.float8).max
         scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
     return Calibration(center=mean, smooth=size, scale=scale)
+
+
+def measures(fmt: Format, center: bool, smooth: float, given_scale: torch.Tensor | None = None) -> bool:
+    """Whether `calibrate` looks at the tokens."""
+    return center or smooth > 0 or (fmt.scale == "per_head" and given_scale is None)
 
 
 def quantize(

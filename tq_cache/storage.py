@@ -18,7 +18,8 @@ import torch
 from . import ops
 from .packing import BLOCK_TOKENS
 from .parts import Calibration, KVView, PackedStates, map_tensors, tensors
-from .presets import Preset, Role
+from .presets import Format, Preset, Role
+from .quantizers import measures
 from .rotation import check_head_dim
 
 # A residual_length with which nothing is ever packed.
@@ -284,7 +285,7 @@ def not_padding(values: torch.Tensor) -> torch.Tensor:
     position, so padded tokens all have the same values; a run of two or more is left out, unless it is all there is.
     """
     first = values[:, :, :1]
-    distance = (values - first).abs().amax(dim=(1, 3))
+    distance = torch.linalg.vector_norm(values - first, torch.inf, dim=(1, 3))
     tolerance = 0.02 * first.abs().amax(dim=(1, 3))
     run = (distance <= tolerance).cumprod(dim=1).bool()  # [B, T], true for the first token unless it is NaN
     padding = run & (run.sum(dim=1, keepdim=True) > 1) & ~run.all(dim=1, keepdim=True)
@@ -330,6 +331,13 @@ def calibrate_pair(
     given_scales: Mapping[Role, torch.Tensor],
 ) -> tuple[Calibration, Calibration]:
     """Calibration of keys and of values on the first tokens, [B, H_kv, T, D] each."""
-    counts = not_padding(values)
-    key = run.calibrate(keys, preset.key, preset.center, preset.smooth, counts, given_scales.get("key"))
-    return key, run.calibrate(values, preset.value, preset.center, 0.0, counts, given_scales.get("value"))
+    formats: tuple[tuple[Role, torch.Tensor, Format, float], ...] = (
+        ("key", keys, preset.key, preset.smooth),
+        ("value", values, preset.value, 0.0),
+    )
+    measured = any(measures(fmt, preset.center, smooth, given_scales.get(role)) for role, _, fmt, smooth in formats)
+    counts = not_padding(values) if measured else None
+    key, value = (
+        run.calibrate(x, fmt, preset.center, smooth, counts, given_scales.get(role)) for role, x, fmt, smooth in formats
+    )
+    return key, value

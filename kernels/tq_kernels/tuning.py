@@ -14,19 +14,22 @@ class Config:
     warps: int
     stages: int
     per_multiprocessor: int  # programs wanted per multiprocessor
-    registers: int | None = None  # limit per thread
+    registers: int | None = (
+        None  # limit per thread, and so many that no more programs fit: some would share their place
+    )
 
 
 # By bits of a value.  A tile has one block of values or two.  Tiles of 4 query columns, of whose softmax a thread has
-# half as much, and wider ones.
+# half as much, and wider ones.  With 112 registers no fifth program fits: a multiprocessor that gets five, of packed
+# tokens, takes longer than the others.
 DECODE_NARROW = {
-    8: Config(64, 4, 3, 3),
-    4: Config(128, 4, 3, 4, 96),
-    3: Config(128, 4, 3, 4, 96),
-    2: Config(128, 4, 3, 4, 96),
+    8: Config(64, 4, 3, 4, 128),
+    4: Config(128, 4, 3, 4, 112),
+    3: Config(128, 4, 3, 4, 112),
+    2: Config(128, 4, 3, 4, 112),
 }
 DECODE = {
-    8: Config(64, 4, 3, 3),
+    8: Config(64, 4, 3, 4, 128),
     4: Config(128, 4, 3, 4, 128),
     3: Config(128, 4, 3, 4, 128),
     2: Config(128, 4, 3, 5, 96),
@@ -89,7 +92,7 @@ MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what th
 def choose_splits(config: Config, pairs: int, tokens: int, multiprocessors: int) -> int:
     """Splits per sequence and KV head that fill `multiprocessors`, each of at least two tiles.
 
-    One program more than is wanted fits a multiprocessor: the last ones, of exact tokens, find a place there.
+    The programs of exact tokens, the last ones, take the places that are left, or are left by the first to end.
     """
     wanted = max(1, config.per_multiprocessor * multiprocessors // pairs)
     return max(1, min(wanted, -(-tokens // (2 * config.tile)), MAX_SPLITS))
