@@ -107,6 +107,7 @@ def prefill(model, cache, batch: int, tokens: int) -> tuple[float, int]:
 def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy: float) -> dict:
     config = model.config
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     gc.collect()
     torch.cuda.empty_cache()
     ttft = peak = None
@@ -124,6 +125,9 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     row = dict(model=options.model, cache=name, mode=mode, batch=batch, tokens=tokens, ms_per_step=round(ms, 3))
     row |= dict(tokens_per_s=round(1e3 * batch / ms, 1), ttft_ms=ttft and round(ttft, 1), cache_bytes=size)
+    if breaks := sum(torch._dynamo.utils.counters["graph_break"].values()):  # then it is no compiled step
+        row["graph_breaks"] = breaks
+        print(f"{breaks} graph breaks: ", end="")
     row |= dict(peak_bytes=peak, floor_ms=round((weights + size) / copy / 1e6, 3))
     place = f"{options.model:10} {batch:3} x {tokens:7,}  {name:12} {mode:8}"
     print(f"{place} {ms:8.2f} ms  floor {row['floor_ms']:6.2f} ms  {row['tokens_per_s']:8.1f} tokens/s", end="")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tq_cache import PRESETS, TurboQuantCache
 from tq_cache.demo import EMBEDDED_MODEL, load_model
@@ -82,6 +82,21 @@ def test_recall_of_a_preallocated_cache(embedded, case, preset):
     inputs = tokenizer(case.prompt, return_tensors="pt").to("cuda:0")
     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=80, do_sample=False, disable_compile=True)
     assert case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+
+
+def test_compiled_steps_are_one_graph(embedded, case):
+    """As `generate` compiles by itself (inductor, CUDA graphs), a break in the graph being an error."""
+    model, tokenizer = embedded
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, "tq4", residual_length=64, skip_layers=(), max_cache_len=1200)
+    inputs = tokenizer(case.prompt, return_tensors="pt").to("cuda:0")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = CompileConfig(fullgraph=True)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=80, do_sample=False, compile_config=config)
+    assert case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .compat import RESET_KEEPS_LENGTH, decoder_config, layer_kinds, length_after_crop, own_layers
+from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .layers import (
     PackedHybridLayer,
     PackedIndexedLayer,
@@ -131,7 +131,7 @@ class TurboQuantCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.compiler.is_exporting():  # the program would hold the tokens there are now, and add none
+        if exporting():  # the program would hold the tokens there are now, and add none
             raise NotImplementedError(
                 "torch.export cannot take the memory of a TurboQuantCache into a program; use torch.compile, with "
                 "max_cache_len, or export the model with a cache of transformers"

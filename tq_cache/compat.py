@@ -1,7 +1,8 @@
-"""What differs between the transformers versions supported (5.17 to 5.23), in one place."""
+"""What differs between the versions of transformers (5.17 to 5.23) and torch (2.11 to 2.13) supported, in one place."""
 
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
@@ -12,6 +13,16 @@ _BEFORE_5_18 = Version(transformers.__version__) < Version("5.18")
 CROP_TAKES_LENGTH = _BEFORE_5_18
 # Up to 5.17 `reset` of a growing layer makes its tensors zeros and keeps its length; 5.23 drops them.
 RESET_KEEPS_LENGTH = _BEFORE_5_18
+
+# Dynamo of torch 2.11 takes `is_exporting` for true in torch.compile, too.
+COMPILING_LOOKS_LIKE_EXPORT = Version(torch.__version__) < Version("2.13")
+
+
+def exporting() -> bool:
+    """Whether torch.export runs; before torch 2.13 only if not `strict`, which is its default."""
+    if COMPILING_LOOKS_LIKE_EXPORT and torch.compiler.is_dynamo_compiling():
+        return False
+    return torch.compiler.is_exporting()
 
 
 def decoder_config(config: Any) -> PreTrainedConfig:
