@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from architectures import build
-from transformers import CompileConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, CompileConfig
 
 from tq_cache import TurboQuantCache
 from tq_cache.presets import PRESETS
@@ -187,6 +187,22 @@ def test_compiles_in_one_graph(name):
     assert not counters["graph_break"]
     packed = next(layer for layer in cache.layers if hasattr(layer, "storage"))
     assert packed.storage.view().packed_length >= 64  # blocks were packed inside the graph
+
+
+def test_a_step_compiles_with_no_eager_one_before():
+    """What is imported or looked up once must not be in the graph."""
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=170, residual_length=64, skip_layers=())
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(*torch.randn(2, 1, heads, 100, dim), layer)
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        mapping._modules.clear()
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        out = step(input_ids=torch.tensor([[3]]), position_ids=torch.tensor([[100]]), past_key_values=cache).logits
+    assert out.isfinite().all() and int(cache.get_seq_length()) == 101
 
 
 def test_too_many_tokens_raise():

@@ -15,7 +15,7 @@ def turboquant_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tens
     that know only their own eager attention, whatever is asked for (Bloom, CodeGen, ...), get the float mask that
     they add.
     """
-    if not _takes_bool_masks(config):
+    if not _takes_bool_masks(type(config)):
         return eager_mask(*args, config=config, **kwargs)
     if 1 < kwargs["q_length"] < kwargs["kv_length"]:
         if _is_plain_causal(**kwargs):
@@ -44,11 +44,12 @@ def _is_plain_causal(
     return attention_mask.shape[-1] >= kv_length and bool(attention_mask.all())
 
 
-def _takes_bool_masks(config: Any) -> bool:
-    """Whether the model of this config runs more than its own eager attention; true where that is not known."""
+@torch.compiler.assume_constant_result  # imports the models of the config, which Dynamo could not follow
+def _takes_bool_masks(config: type) -> bool:
+    """Whether the model of configs of this class runs more than its own eager attention; true where not known."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
+        if config in mapping:
+            found = mapping[config]
             models = found if isinstance(found, (tuple, list)) else (found,)
             return any(_runs_other_attention(model) for model in models)
     return True
