@@ -44,8 +44,7 @@ def plot_decode(rows: list[dict], axis: plt.Axes) -> None:
 
 
 def plot_generate(rows: list[dict], axis: plt.Axes) -> None:
-    ours = {shape_name(row) for row in rows if row["cache"] == "4bit_nc"}
-    rows = [row for row in rows if row["cache"] in SHOWN and shape_name(row) in ours]
+    rows = [row for row in rows if row["model"] == "llama-8b" and row["cache"] in SHOWN]  # of several runs, the last
     rows.sort(key=lambda row: (row["batch"], row["tokens"], row["mode"] == "compiled"))
     grouped_bars(axis, [row | {"name": f"{SHOWN[row['cache']]}, {row['mode']}"} for row in rows], "name", "ms_per_step")
     for bars in axis.containers:
