@@ -3,7 +3,7 @@
     python benchmarks/decode.py --out benchmarks/results/decode_h200.json
 
 Medians of CUDA graph replays.  A cache of n tokens has n - 64 packed ones and 64 in bfloat16, as a real one about has;
-all three launches count.  Every preset is first checked against float64.
+all launches count.  Every preset is first checked against float64.
 """
 
 import argparse

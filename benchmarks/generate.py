@@ -4,8 +4,9 @@
 
 Models have the shape of Llama-3.1-8B, Llama-3.2-1B or Qwen3-0.6B and random weights in bfloat16.  Caches are filled
 with random keys and values (a step does not care which), steps are timed one by one with the device waited for, and
-the median counts.  `--prefill` fills them by a real prompt instead, for the time to the first token
-and the peak of memory.  The floor is the time to read weights and cache once at the copy speed of the same run.
+the median counts.  `--prefill` fills them by a real prompt instead, for the time to the first token and the peak of
+memory; `--generate` times `generate()` itself, a token more of it.  The floor is the time to read weights and cache
+once at the copy speed of the same run.
 """
 
 import argparse
@@ -92,6 +93,23 @@ def step_ms(model, cache, mode: str, batch: int, tokens: int, steps: int) -> flo
     return statistics.median(times[5:])
 
 
+def generate_ms(model, name: str, mode: str, batch: int, tokens: int, count: int = 32) -> float:
+    """Milliseconds of one more token of `generate()`: so many more, from a prompt of `tokens`."""
+    ids = torch.randint(3, 1000, (batch, tokens), device=model.device)
+    times = []
+    for new in (2, 2, 2 + count):  # the first time for what is compiled or planned
+        cache, _ = make_cache(name, mode, model.config, tokens)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new,
+            do_sample=False, pad_token_id=0, disable_compile=mode != "compiled",
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return (times[2] - times[1]) / count
+
+
 def prefill(model, cache, batch: int, tokens: int) -> tuple[float, int]:
     """Milliseconds of a prompt, and the peak of memory above what was held before."""
     ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
@@ -122,9 +140,13 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
         fill(cache, config, batch, tokens)
     size = torch.cuda.memory_allocated() - before
     ms = step_ms(model, cache, mode, batch, tokens, options.steps)
+    del cache
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     row = dict(model=options.model, cache=name, mode=mode, batch=batch, tokens=tokens, ms_per_step=round(ms, 3))
     row |= dict(tokens_per_s=round(1e3 * batch / ms, 1), ttft_ms=ttft and round(ttft, 1), cache_bytes=size)
+    if options.generate:
+        row["generate_ms_per_token"] = round(generate_ms(model, name, mode, batch, tokens), 3)
+        print(f"generate() {row['generate_ms_per_token']} ms a token: ", end="")
     if breaks := sum(torch._dynamo.utils.counters["graph_break"].values()):  # then it is no compiled step
         row["graph_breaks"] = breaks
         print(f"{breaks} graph breaks: ", end="")
@@ -145,6 +167,7 @@ def main() -> None:
     parser.add_argument("--compiled", nargs="*", default=["StaticCache", "4bit_nc"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prefill", action="store_true", help="fill caches by a real prompt")
+    parser.add_argument("--generate", action="store_true", help="time generate() itself, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model, copy, rows = make_model(options.model), copy_gb_s(), []

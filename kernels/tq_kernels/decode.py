@@ -172,7 +172,7 @@ def decode(
     plan = _plan(
         query.device, query.dtype, (batch, heads, kv_heads, queries, query.shape[3], values.shape[3]), key.coding.code,
         value.coding.code, flags, splits, tail_splits, sinks is not None, path, config,
-        by_matrix(key.rotation is not None, query.shape[3]), key.capacity < config.tile, tail < queries - 1,
+        key.rotation is not None, key.capacity < config.tile, tail < queries - 1,
         tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
     )  # fmt: skip
     all_splits = splits + tail_splits + (sinks is not None)
@@ -251,12 +251,12 @@ def _columns(columns, path):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, turns,
+    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, rotated,
     small, causal_packed, long,
 ):  # fmt: skip
     """The plan.
 
-    turns: the query is rotated by a matrix; small: room for fewer packed tokens than a tile has; long: a tail of many
+    rotated: the keys are; small: room for fewer packed tokens than a tile has; long: a tail of many
     tiles
     """
     batch, heads, kv_heads, queries, dim, value_dim = sizes
@@ -282,7 +282,7 @@ def _plan(
     merge = dict(DIM=value_dim, SPLITS=triton.next_power_of_2(all_splits), PDL=path.pdl)
     return _Plan(
         next(_NUMBERS),
-        turns,
+        by_matrix(rotated, dim),
         (
             (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
             (kv_heads * triton.cdiv(columns, tile), batch, all_splits),  # exact tokens last: see `choose_splits`
