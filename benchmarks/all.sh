@@ -3,7 +3,7 @@
 #
 #     bash benchmarks/all.sh FOLDER [tests decode quantise prefill generate longest ...]
 #
-# The tests take about 3 minutes on one H200 with 16 cores, decode 8, generate 15, the others 1 each.
+# The tests take about 2 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
