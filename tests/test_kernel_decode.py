@@ -266,7 +266,7 @@ def _compile(target, dtype, key, value):
     from tq_kernels.decode_merge import decode_merge_kernel
     from tq_kernels.decode_query import rotate_query_kernel
     from tq_kernels.scores import FULL_MASK
-    from tq_kernels.tuning import choose, exact_steps
+    from tq_kernels.tuning import EXACT_BESIDE, choose, exact_steps
 
     from tq_cache.triton_backend import coding_of
 
@@ -300,7 +300,7 @@ def _compile(target, dtype, key, value):
         tiled = dict(DIMS=(dim, dim), COLUMNS=columns) | shared
         constants = dict(
             KEY=codes[0], VALUE=codes[1], COMPUTE=compute, PATH=(path.ptx, path.precision, path.pdl),
-            LAUNCH=(config.tile, config.warps, False, config.stages, min(step, 32)),
+            LAUNCH=(config.tile, config.warps, False, config.stages, min(step, EXACT_BESIDE)),
             FLAGS=(True, True, FULL_MASK.value, True),
         )  # fmt: skip
         turned = "*fp32" if rotation and dim == 96 else None

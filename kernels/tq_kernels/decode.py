@@ -25,7 +25,7 @@ from .launch import aligned, launch
 from .primitives import BLOCK_TOKENS
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
 from .states import States, no_states
-from .tuning import choose, choose_splits, exact_steps
+from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps
 
 MAX_QUERIES = 16
 _NUMBERS = count()
@@ -105,7 +105,7 @@ class _Plan(NamedTuple):
     """What is worked out once for shapes, formats and flags: the launches, rotation of the query, attention, merge."""
 
     number: int  # no other plan has it
-    turns: bool  # whether the first launch is needed
+    turns: bool  # whether the query is rotated in a launch of its own
     grids: tuple[tuple[int, int, int], ...]
     constants: tuple[dict[str, Any], ...]
     options: tuple[dict[str, Any], ...]
@@ -177,8 +177,8 @@ def decode(
     )  # fmt: skip
     all_splits = splits + tail_splits + (sinks is not None)
     work = (
-        query.new_empty(batch * kv_heads, all_splits, columns, values.shape[3], dtype=torch.float32),
-        query.new_empty(batch * kv_heads, all_splits, columns, dtype=torch.float32),
+        query.new_empty(pairs, all_splits, columns, values.shape[3], dtype=torch.float32),
+        query.new_empty(pairs, all_splits, columns, dtype=torch.float32),
     )
     now = (total, residual_length, scaling * LOG2E.value, float(softcap or 0))
     if splits:
@@ -256,12 +256,12 @@ def _plan(
 ):  # fmt: skip
     """The plan.
 
-    rotated: the keys are; small: room for fewer packed tokens than a tile has; long: a tail of many
-    tiles
+    rotated: the keys are; small: room for fewer packed tokens than a tile has; long: a tail of many tiles
     """
     batch, heads, kv_heads, queries, dim, value_dim = sizes
     step, stages = exact_steps((dim, value_dim), dtype.itemsize, shared_memory(device))
-    columns, tile = heads // kv_heads * queries, _columns(heads // kv_heads * queries, path)
+    columns = heads // kv_heads * queries
+    tile = _columns(columns, path)
     all_splits = splits + tail_splits + has_sinks
     shared = dict(GROUP=heads // kv_heads, QUERIES=queries)
     attend = dict(DIMS=(dim, value_dim), COLUMNS=tile, **shared)
@@ -270,7 +270,7 @@ def _plan(
         attend |= dict(
             KEY=key_code, VALUE=value_code, FLAGS=(*flags, flags[1] and causal_packed),
             COMPUTE=DTYPES[path.compute], PATH=(path.ptx, path.precision, path.pdl),
-            LAUNCH=(config.tile, config.warps, small, config.stages, min(step, 32)),
+            LAUNCH=(config.tile, config.warps, small, config.stages, min(step, EXACT_BESIDE)),
         )  # fmt: skip
         options = dict(num_warps=config.warps, num_stages=config.stages)
         if config.registers and path.ptx:

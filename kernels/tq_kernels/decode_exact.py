@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .decode_query import fine_dot, query_columns
+from .decode_query import column_places, fine_dot, program_place
 from .scores import NO_MASK, apply_mask, lengths_now, soft_cap
 
 EXACT_TILE = tl.constexpr(64)  # exact tokens of a split at least
@@ -66,16 +66,15 @@ def attend_exact(
 
     Arguments as those of `decode_kernel`; STEP tokens at a time.
     """
-    TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
-    batch, kv_head = tl.program_id(1).to(tl.int64), (tl.program_id(0) // TILES).to(tl.int64)
-    pair, split = batch * (tl.num_programs(0) // TILES) + kv_head, tl.program_id(2) - splits
-    slot = tl.arange(0, 16)
-    column = tl.where(slot < COLUMNS, tl.program_id(0) % TILES * COLUMNS + slot, GROUP * QUERIES)
-    query, used = query_columns(query, strides[0], column, batch, kv_head, GROUP, QUERIES)
+    batch, kv_head, pair, first_column = program_place(GROUP, QUERIES, COLUMNS)
+    split, slot = tl.program_id(2) - splits, tl.arange(0, 16)
+    column = first_column + slot
+    used = (slot < COLUMNS) & (column < GROUP * QUERIES)
     column = tl.where(used, column, 0)
+    query = column_places(query, strides[0], column, batch, kv_head, GROUP, QUERIES)
     row = (pair * tl.num_programs(2) + tl.program_id(2)) * GROUP * QUERIES + column
     masks = strides[7]
-    mask_columns = batch * masks[0] + (kv_head * GROUP + column // QUERIES) * masks[1] + column % QUERIES * masks[2]
+    mask_columns = column_places(0, masks, column, batch, kv_head, GROUP, QUERIES)
     length, packed = lengths_now(total, length, packed, sizes[1])
     limit = sizes[0] + packed + length - QUERIES + 1 + column % QUERIES
     tail_splits = tl.num_programs(2) - splits - (0 if sinks is None else 1)

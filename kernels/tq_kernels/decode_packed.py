@@ -11,7 +11,7 @@ the fp8 tensor cores in the order in which they lie.  A tile of tokens is one bl
 import triton
 import triton.language as tl
 
-from .decode_query import make_operand, query_columns
+from .decode_query import column_places, make_operand, program_place
 from .primitives import (
     BLOCK_TOKENS,
     decode_rows,
@@ -112,20 +112,20 @@ def attend_packed(
     SLOTS: tl.constexpr = TILE // (16 * REPEATS)
     TERMS: tl.constexpr = 2 if COMPUTE == tl.float8e4nv else 1
     TWINS: tl.constexpr = max(16 // (COLUMNS * TERMS), 1)
-    TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
 
-    batch, kv_head = tl.program_id(1).to(tl.int64), (tl.program_id(0) // TILES).to(tl.int64)
-    pair = batch * (tl.num_programs(0) // TILES) + kv_head
-    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    batch, kv_head, pair, first_column = program_place(GROUP, QUERIES, COLUMNS)
+    column = first_column + tl.arange(0, COLUMNS)
     limit = tokens + behind - QUERIES + 1 + column % QUERIES  # packed tokens that a column may see
     tokens = lengths_now(total, 0, tokens, sizes[1])[1]
     if lengths is not None:
         tokens = tl.minimum(tl.load(lengths + batch), tokens)
     if PTX:
         keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
-    query, used = query_columns(query, strides[0], column, batch, kv_head, GROUP, QUERIES)
+    used = column < GROUP * QUERIES
+    existing = tl.where(used, column, 0)
+    query = column_places(query, strides[0], existing, batch, kv_head, GROUP, QUERIES)
     if turned is not None:
-        turned += (pair * GROUP * QUERIES + tl.where(used, column, 0)) * DIM
+        turned += (pair * GROUP * QUERIES + existing) * DIM
     q, factor, offset = make_operand(
         query, turned, space, key[1] + pair, pair * DIM, scales[0], used, DIM, KEY_BITS,
         unit(KEY_BITS, KEY_TABLE, COMPUTE), TERMS, TWINS, COMPUTE, PTX,
@@ -135,10 +135,7 @@ def attend_packed(
     value_packed = value[0] + batch * strides[2][0] + kv_head * strides[2][1]
     value_scale = value[1] + batch * strides[2][2] + kv_head * strides[2][3]
     masks = strides[7]
-    mask_base = batch * masks[0]
-    mask_columns = tl.where(used, column, 0)
-    mask_head = kv_head * GROUP + mask_columns // QUERIES
-    mask_columns = mask_base + mask_head * masks[1] + mask_columns % QUERIES * masks[2]
+    mask_base, mask_columns = batch * masks[0], column_places(0, masks, existing, batch, kv_head, GROUP, QUERIES)
 
     row = to_rows(tl.arange(0, TILE), SLOTS, REPEATS)  # the token of a score row
     peak = tl.full((COLUMNS,), -1e30, tl.float32)  # finite: exp2(-inf - peak) is 0 even where all is masked

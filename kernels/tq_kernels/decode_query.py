@@ -14,12 +14,19 @@ def by_matrix(rotated, dim):
 
 
 @triton.jit
-def query_columns(query, strides, column, batch, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Pointers to the queries of `column`s of a KV head, heads of its group times QUERIES; which of them exist."""
-    used = column < GROUP * QUERIES
-    column = tl.where(used, column, 0)
+def program_place(GROUP: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a program of `decode_kernel` is: sequence, KV head, their pair, first query column of its tile."""
+    TILES: tl.constexpr = (GROUP * QUERIES + COLUMNS - 1) // COLUMNS
+    batch, kv_head = tl.program_id(1).to(tl.int64), (tl.program_id(0) // TILES).to(tl.int64)
+    pair = batch * (tl.num_programs(0) // TILES) + kv_head
+    return batch, kv_head, pair, tl.program_id(0) % TILES * COLUMNS
+
+
+@triton.jit
+def column_places(base, strides, column, batch, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Where query columns of a KV head, heads of its group times QUERIES, lie in [B, H_q, S, ...] from `base` on."""
     head = kv_head * GROUP + column // QUERIES
-    return query + batch * strides[0] + head * strides[1] + column % QUERIES * strides[2], used
+    return base + batch * strides[0] + head * strides[1] + column % QUERIES * strides[2]
 
 
 @triton.jit
@@ -97,7 +104,8 @@ def rotate_query_kernel(
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = batch * tl.num_programs(1) + kv_head
     column = tl.program_id(0) // tl.cdiv(DIM, 64) * 16 + tl.arange(0, 16)
-    query, used = query_columns(query, strides, column, batch, kv_head, GROUP, QUERIES)
+    used = column < COLUMNS
+    query = column_places(query, strides, tl.where(used, column, 0), batch, kv_head, GROUP, QUERIES)
     channel, turned = tl.arange(0, triton.next_power_of_2(DIM)), tl.program_id(0) % tl.cdiv(DIM, 64) * 64
     turned += tl.arange(0, 64)
     inside, wanted = channel < DIM, turned < DIM

@@ -14,9 +14,7 @@ class Config:
     warps: int
     stages: int
     per_multiprocessor: int  # programs wanted per multiprocessor
-    registers: int | None = (
-        None  # limit per thread, and so many that no more programs fit: some would share their place
-    )
+    registers: int | None = None  # limit per thread
 
 
 # By bits of a value.  A tile has one block of values or two.  Tiles of 4 query columns, of whose softmax a thread has
@@ -54,14 +52,9 @@ def choose(value_bits: int, columns: int, value_dim: int, token_bytes: int, shar
     not hold two, a stage less.
     """
     if not fp8:
-        table = DECODE_SOFTWARE
-    elif value_dim > 128:
-        table = DECODE_WIDE
-    else:
-        table = DECODE_NARROW if columns <= 4 else DECODE
+        return DECODE_SOFTWARE[value_bits]
+    table = DECODE_WIDE if value_dim > 128 else DECODE_NARROW if columns <= 4 else DECODE
     config = table[value_bits]
-    if not fp8:
-        return config
     programs = _programs_held(config, token_bytes, shared)
     if programs < 2:
         config = replace(config, stages=config.stages - 1)
@@ -75,6 +68,9 @@ def choose(value_bits: int, columns: int, value_dim: int, token_bytes: int, shar
 def _programs_held(config: Config, token_bytes: int, shared: int) -> int:
     tiles_on_their_way, rest = config.stages - 1, 8192
     return max(1, shared // (tiles_on_their_way * config.tile * token_bytes + rest))
+
+
+EXACT_BESIDE = 32  # exact tokens of a step, at most, in a launch with packed ones: they share its shared memory
 
 
 def exact_steps(dims: tuple[int, int], itemsize: int, shared: int) -> tuple[int, int]:
