@@ -98,6 +98,19 @@ def store_key_plane(block, index, sign, token, valid, BITS: tl.constexpr, DIM: t
 
 
 @triton.jit
+def _value_places(base, words, number, end, DIM: tl.constexpr):
+    """Where words [words, channels] of a block of values go, each channel in a row, and which of them there are."""
+    channel, word = tl.arange(0, words.shape[1])[None, :], tl.arange(0, words.shape[0])[:, None]
+    return base + channel * words.shape[0] + word, (channel < DIM) & (number * _BLOCK + 0 * word < end)
+
+
+@triton.jit
+def _with_old(words, kept, place, mask):
+    """`words` with the bits `kept` of those in memory."""
+    return (words & ~kept) | (tl.load(place, mask=mask, other=0).to(tl.int32) & kept)
+
+
+@triton.jit
 def store_value_plane(
     block, index, sign, number, token, start, end,
     BITS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PLANE: tl.constexpr,
@@ -106,25 +119,23 @@ def store_value_plane(
     TYPE: tl.constexpr = tl.int16 if PLANE else tl.int32
     part, _, i = row_place(tl.arange(0, 64), BITS, ROTATED)
     words = _sum_rows(_place(index, sign, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
-    channel, word = tl.arange(0, words.shape[1])[None, :], tl.arange(0, words.shape[0])[:, None]
-    base = (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE)) + channel * words.shape[0] + word
-    mask = (channel < DIM) & (number * _BLOCK + 0 * word < end)
+    place, mask = _value_places(
+        (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE)), words, number, end, DIM
+    )
     if number * _BLOCK < start:
         ONES: tl.constexpr = (1 << (BITS - 1)) - 1
         before = (token < start).to(tl.int32)[:, None]
         kept = _sum_rows(_place(before * ONES, before, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
-        words = (words & ~kept) | (tl.load(base, mask=mask, other=0).to(tl.int32) & kept)
-    tl.store(base, words.to(TYPE), mask=mask)
+        words = _with_old(words, kept, place, mask)
+    tl.store(place, words.to(TYPE), mask=mask)
 
 
 @triton.jit
 def store_value_words(block, words, number, start, end, DIM: tl.constexpr):
     """Write a block of values of 8 bits, int32 [16, N], four tokens a word; bytes of tokens before `start` stay."""
-    channel, word = tl.arange(0, words.shape[1])[None, :], tl.arange(0, 16)[:, None]
-    place = block.to(tl.pointer_type(tl.int32)) + channel * 16 + word
-    mask = (channel < DIM) & (number * _BLOCK + 0 * word < end)
+    place, mask = _value_places(block.to(tl.pointer_type(tl.int32)), words, number, end, DIM)
     if number * _BLOCK < start:
+        word = tl.arange(0, 16)[:, None]
         before = tl.minimum(tl.maximum(start - number * _BLOCK - 4 * word, 0), 4)  # tokens of a word
-        kept = tl.where(before == 4, -1, (1 << (8 * before)) - 1)
-        words = (words & ~kept) | (tl.load(place, mask=mask, other=0) & kept)
+        words = _with_old(words, tl.where(before == 4, -1, (1 << (8 * before)) - 1), place, mask)
     tl.store(place, words, mask=mask)

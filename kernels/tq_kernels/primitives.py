@@ -152,16 +152,26 @@ def _plain2(x, PART: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
+def plain_three_bits(low, high, second, PART: tl.constexpr):
+    """`three_bit_selectors` in plain Triton: nibbles of a quarter, in whose bit 3 may be anything.
+
+    From the low and the high half of the first plane's word, and the word of the second, uint32.
+    """
+    if PART == 3:
+        return ((low >> 3) & 0x1111) | ((second >> 2) & 0x2222) | ((high >> 1) & 0x4444)
+    elif PART == 2:
+        return second
+    elif PART == 1:
+        return high
+    else:
+        return low
+
+
+@triton.jit
 def _plain3(x, second, PART: tl.constexpr, TABLE: tl.constexpr):
     b = _words(x)
     second = second.to(tl.uint16, bitcast=True).to(tl.uint32)
-    if PART == 3:
-        n0, n1 = b[0] | (b[1] << 8), b[2] | (b[3] << 8)
-        nibbles = ((n0 >> 3) & 0x1111) | ((second >> 2) & 0x2222) | ((n1 >> 1) & 0x4444)
-    elif PART == 2:
-        nibbles = second
-    else:
-        nibbles = b[2 * PART] | (b[2 * PART + 1] << 8)
+    nibbles = plain_three_bits(b[0] | (b[1] << 8), b[2] | (b[3] << 8), second, PART)
     byte0 = _look_up(nibbles & 7, TABLE)
     byte1 = _look_up((nibbles >> 4) & 7, TABLE)
     byte2 = _look_up((nibbles >> 8) & 7, TABLE)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .device import capability, is_nvidia
-from .primitives import BLOCK_TOKENS, is_e5m2, parts, three_bit_selectors
+from .primitives import BLOCK_TOKENS, is_e5m2, parts, plain_three_bits, three_bit_selectors
 
 
 def decoders(device: torch.device) -> tuple[bool, bool]:
@@ -89,13 +89,7 @@ def _plain_code(planes, PART: tl.constexpr, INDEX: tl.constexpr, BITS: tl.conste
         code = (word >> (16 * (PART // 2) + 2 * (PART % 2) + 4 * INDEX)) & 3
     else:
         second = planes[1].to(tl.uint16, bitcast=True).to(tl.uint32)
-        if PART == 3:
-            word, second = word >> (4 * INDEX), second >> (4 * INDEX)
-            code = ((word >> 3) & 1) | ((second >> 2) & 2) | ((word >> 17) & 4)
-        elif PART == 2:
-            code = (second >> (4 * INDEX)) & 7
-        else:
-            code = (word >> (16 * PART + 4 * INDEX)) & 7
+        code = (plain_three_bits(word, word >> 16, second, PART) >> (4 * INDEX)) & 7
     low, high = tl.full((), TABLE[0], tl.uint32), tl.full((), TABLE[1], tl.uint32)
     x = (tl.where(code < 4, low, high) >> ((code & 3) * 8)) & 255
     if BITS == 4:
