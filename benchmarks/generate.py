@@ -14,7 +14,9 @@ import gc
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import copy_gb_s, write
@@ -78,48 +80,49 @@ def fill(cache, config: PretrainedConfig, batch: int, tokens: int) -> None:
         cache.update(keys, values, layer)
 
 
+def milliseconds(run: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+    """Of one call, the device waited for before and after."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(*args, **kwargs)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def step_ms(model, cache, mode: str, batch: int, tokens: int, steps: int) -> float:
     """Median milliseconds of one step: one token per sequence, without sampling."""
     run = model.get_compiled_call(None) if mode == "compiled" else model
-    ids, times = torch.randint(0, 1000, (batch, 1), device="cuda"), []
-    for step in range(steps + 5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+
+    def one(step: int) -> None:
         position = torch.full((batch, 1), tokens + step, device="cuda")
         with torch.inference_mode(mode != "compiled"), torch.no_grad():
             run(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[5:])
+
+    return statistics.median([milliseconds(one, step) for step in range(steps + 5)][5:])
 
 
 def generate_ms(model, name: str, mode: str, batch: int, tokens: int, count: int = 32) -> float:
     """Milliseconds of one more token of `generate()`: so many more, from a prompt of `tokens`."""
     ids = torch.randint(3, 1000, (batch, tokens), device=model.device)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
     times = []
     for new in (2, 2, 2 + count):  # the first time for what is compiled or planned
         cache, _ = make_cache(name, mode, model.config, tokens)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new,
-            do_sample=False, pad_token_id=0, disable_compile=mode != "compiled",
-        )  # fmt: skip
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+        length = dict(max_new_tokens=new, min_new_tokens=new, disable_compile=mode != "compiled")
+        times.append(milliseconds(model.generate, ids, past_key_values=cache, **options, **length))
     return (times[2] - times[1]) / count
 
 
 def prefill(model, cache, batch: int, tokens: int) -> tuple[float, int]:
     """Milliseconds of a prompt, and the peak of memory above what was held before."""
     ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     with torch.inference_mode():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held, start = torch.cuda.memory_allocated(), time.perf_counter()
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start), torch.cuda.max_memory_allocated() - held
+        ms = milliseconds(model, input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    return ms, torch.cuda.max_memory_allocated() - held
 
 
 def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy: float) -> dict:
