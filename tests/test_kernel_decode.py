@@ -282,7 +282,7 @@ def _compile(target, dtype, key, value):
     rotation, value_rotation = ("*fp32" if fmt.rotated else None for fmt in (key, value))
     space, factor = (rotation, "*fp32", "*fp32"), ("*fp16",) if value.has_zero else ()
     exact = dict(
-        query=x, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64", slots="i32", work=("*fp32", "*fp32"),
+        query=x, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64", slots="i32", work="*fp32",
         length="i32", sizes=("i32", "i32"), scales=("fp32", "fp32"),
         strides=(triple, ("i64",) * 4, ("i64",) * 4, triple, triple, triple, triple, (*triple, "i32")),
     )  # fmt: skip
@@ -291,7 +291,7 @@ def _compile(target, dtype, key, value):
         tokens="i32", blocks="i32",
     )  # fmt: skip
     merge = dict(
-        partial="*fp32", partial_lse="*fp32", rotation=value_rotation, center=None, s_aux=x, out=x, lse="*fp32",
+        work="*fp32", rotation=value_rotation, center=None, s_aux=x, out=x, lse="*fp32",
         splits="i32", all_splits="i32", heads="i32", strides=triple,
     )  # fmt: skip
     codes = coding_of(key).code, coding_of(value).code

@@ -26,7 +26,7 @@ class Calibration:
     scale: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedStates:
     """The packed keys, or values, of one layer, with room for a whole number of blocks.
 

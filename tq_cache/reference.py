@@ -49,8 +49,8 @@ def append(
 ) -> None:
     """Copy new tokens, [B, H_kv, T, D] each, to places start .. start + T of two buffers."""
     end = start + keys.shape[2]
-    tail_keys[:, :, start:end] = keys
-    tail_values[:, :, start:end] = values
+    tail_keys[:, :, start:end] = keys.detach()
+    tail_values[:, :, start:end] = values.detach()
 
 
 def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:

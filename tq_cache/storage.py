@@ -11,6 +11,7 @@ token is ever quantised twice.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -165,8 +166,8 @@ class LayerStorage:
             return keys, values
         if end <= self.tail_keys.shape[2]:
             run = ops.implementation(self.backend, keys, values)
-            run.append(keys.detach(), values.detach(), self.tail_keys, self.tail_values, start)
-            return self.tail_keys[:, :, :end], self.tail_values[:, :, :end]
+            run.append(keys, values, self.tail_keys, self.tail_values, start)
+            return self.tail_keys.narrow(2, 0, end), self.tail_values.narrow(2, 0, end)
         if start == 0:
             return keys, values
         held_keys, held_values = self.tail_keys[:, :, :start], self.tail_values[:, :, :start]
@@ -305,20 +306,34 @@ def check_packable(keys: torch.Tensor, values: torch.Tensor, given_scales: Mappi
 
 def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     """Raise ValueError unless new keys and values fit each other and those held."""
-    if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+    olds = (None, None) if held is None else ((held[0].shape, held[0].dtype), (held[1].shape, held[1].dtype))
+    _check_shapes((keys.shape, keys.dtype), (values.shape, values.dtype), *olds)
+
+
+_Described = tuple[torch.Size, torch.dtype]
+
+
+@lru_cache(maxsize=1024)  # every step of every layer asks the same
+def _check_shapes(
+    keys: _Described, values: _Described, held_keys: _Described | None, held_values: _Described | None
+) -> None:
+    if len(keys[0]) != 4 or len(values[0]) != 4 or keys[0][:3] != values[0][:3]:
         raise ValueError(
             "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
-            f"got {list(keys.shape)} and {list(values.shape)}"
+            f"got {list(keys[0])} and {list(values[0])}"
         )
-    for old, new, name in zip(held or (), (keys, values), ("keys", "values"), strict=False):
-        if (old.shape[:2], old.shape[3]) != (new.shape[:2], new.shape[3]):
+    for held, new, name in ((held_keys, keys, "keys"), (held_values, values, "values")):
+        if held is None:
+            continue
+        (old_shape, old_dtype), (shape, dtype) = held, new
+        if (old_shape[:2], old_shape[3]) != (shape[:2], shape[3]):
             raise ValueError(
-                f"expected {name} of batch {old.shape[0]}, {old.shape[1]} KV heads and head_dim {old.shape[3]}, "
-                f"as this cache holds, got {list(new.shape)}; use a new cache, reset() or batch_select_indices()"
+                f"expected {name} of batch {old_shape[0]}, {old_shape[1]} KV heads and head_dim {old_shape[3]}, "
+                f"as this cache holds, got {list(shape)}; use a new cache, reset() or batch_select_indices()"
             )
-        if old.dtype != new.dtype:
+        if old_dtype != dtype:
             raise ValueError(
-                f"expected {name} in {old.dtype}, as this cache holds, got {new.dtype}; "
+                f"expected {name} in {old_dtype}, as this cache holds, got {dtype}; "
                 "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
             )
 

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tq_kernels.append import append as append_tokens
@@ -38,13 +39,18 @@ _RULES = {
 }
 
 
+_STATES: WeakKeyDictionary[PackedStates, States] = WeakKeyDictionary()
+
+
 def states_of(states: PackedStates) -> States:
-    """Packed states as the kernels take them; the tensors are shared."""
-    fmt, held = states.format, states.calibration
-    device = states.packed.device
-    rotation = rotation_matrix(states.head_dim, device, torch.float32) if fmt.rotated else None
-    factors = (states.scale, states.zero, held.center, held.smooth, held.scale)
-    return States(states.packed, *factors, rotation, coding_of(fmt))
+    """Packed states as the kernels take them; the tensors are shared.  Made once."""
+    made = _STATES.get(states)
+    if made is None:
+        fmt, held, device = states.format, states.calibration, states.packed.device
+        rotation = rotation_matrix(states.head_dim, device, torch.float32) if fmt.rotated else None
+        factors = (states.scale, states.zero, held.center, held.smooth, held.scale)
+        made = _STATES[states] = States(states.packed, *factors, rotation, coding_of(fmt))
+    return made
 
 
 def coding_of(fmt: Format) -> Coding:
@@ -112,8 +118,11 @@ def attend(
         causal=is_causal,
     )
     key, value = (None if states is None else states_of(states) for states in (view.key, view.value))
+    query_, keys, values = query, view.keys, view.values
+    if torch.is_grad_enabled():
+        query_, keys, values = query.detach(), keys.detach(), values.detach()
     with _on(query.device):
-        out, lse = run(query.detach(), key, value, view.keys.detach(), view.values.detach(), **arguments)
+        out, lse = run(query_, key, value, keys, values, **arguments)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoBackward.apply(query, out)
     return out, lse

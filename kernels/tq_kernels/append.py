@@ -1,17 +1,15 @@
 """Append: new keys and values to their places in two buffers, in one launch."""
 
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import aligned, launch
+from .launch import launch, number_of, signature
 
 ELEMENTS = 2048  # of a tile
-_NUMBERS = count()
 
 
 @triton.jit
@@ -46,38 +44,41 @@ def append(
     but 1 in the last dimension.  Raises ValueError, before anything is written, if they do not fit each other.
     """
     tensors = (keys, values, tail_keys, tail_values)
-    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
-    plan = _plan(shapes, strides, tuple(x.dtype for x in tensors))
-    batch, heads, tokens, _ = keys.shape
-    if start < 0 or start + tokens > plan.capacity:
-        raise ValueError(f"expected start >= 0 and room for {tokens} tokens, got start {start} of {plan.capacity}")
-    if tokens:
-        place = (plan.number, keys.device, aligned(*tensors))
-        grid = (-(-tokens // plan.constants["TOKENS"]), heads, 2 * batch)
-        launch(_append_kernel, place, grid, (*tensors, *plan.strides, start, tokens), plan.constants)
+    plan = _plan(keys.device, *map(signature, tensors))
+    if start < 0 or start + plan.tokens > plan.capacity:
+        raise ValueError(f"expected start >= 0 and room for {plan.tokens} tokens, got start {start} of {plan.capacity}")
+    if plan.tokens:
+        arguments = (*tensors, *plan.strides, start, plan.tokens)
+        launch(_append_kernel, plan.number, plan.grid, arguments, plan.constants)
 
 
 class _Plan(NamedTuple):
-    """What is worked out once for shapes and dtypes."""
+    """What is worked out once for the signatures of the tensors."""
 
     number: int  # no other plan has it
+    grid: tuple[int, int, int]
+    tokens: int
     capacity: int  # tokens of the buffers
     strides: tuple[tuple[int, ...], ...]
     constants: dict[str, int]
 
 
 @lru_cache(maxsize=1024)
-def _plan(shapes, strides, dtypes) -> _Plan:
+def _plan(device, *tensors) -> _Plan:
     """Raises ValueError unless keys, values and their buffers fit each other."""
-    keys, values, tail_keys, tail_values = shapes
+    keys, values, tail_keys, tail_values = (x.shape for x in tensors)
     fit = keys[:3] == values[:3] and tail_keys[:3] == tail_values[:3] and keys[:2] == tail_keys[:2]
     fit = fit and (keys[3], values[3]) == (tail_keys[3], tail_values[3])
-    if not fit or len(set(dtypes)) > 1 or any(stride[3] != 1 for stride in strides):
+    if not fit or len({x.dtype for x in tensors}) > 1 or any(x.strides[3] != 1 for x in tensors):
         raise ValueError(
             "expected keys and values [B, H_kv, T, D], buffers [B, H_kv, capacity, D] of the same D, one dtype and "
-            f"stride 1 in the last dimension, got {list(map(list, shapes))}, strides {strides}, {list(dtypes)}"
+            f"stride 1 in the last dimension, got {[list(x.shape) for x in tensors]}, strides "
+            f"{[x.strides for x in tensors]}, {[x.dtype for x in tensors]}"
         )
+    batch, heads, tokens, _ = keys
     width = triton.next_power_of_2(max(keys[3], values[3]))
-    rows = min(triton.next_power_of_2(max(keys[2], 1)), max(1, ELEMENTS // width))
+    rows = min(triton.next_power_of_2(max(tokens, 1)), max(1, ELEMENTS // width))
     constants = dict(KEY_DIM=keys[3], VALUE_DIM=values[3], TOKENS=rows, WIDTH=width)
-    return _Plan(next(_NUMBERS), tail_keys[2], tuple(stride[:3] for stride in strides), constants)
+    grid = (-(-tokens // rows), heads, 2 * batch)
+    number = number_of(("append", device, tensors))
+    return _Plan(number, grid, tokens, tail_keys[2], tuple(x.strides[:3] for x in tensors), constants)

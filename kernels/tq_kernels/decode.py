@@ -9,7 +9,6 @@ Query columns of a KV head are head after head, `QUERIES` of each, in tiles of `
 """
 
 from functools import lru_cache
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +20,13 @@ from .decode_merge import launch_merge, merge_warps
 from .decode_packed import attend_packed
 from .decode_query import by_matrix, rotate_query_kernel
 from .device import capability, is_nvidia, multiprocessors, shared_memory
-from .launch import aligned, launch
+from .launch import aligned, launch, number_of, signature
 from .primitives import BLOCK_TOKENS
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
 from .states import States, no_states
 from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps
 
 MAX_QUERIES = 16
-_NUMBERS = count()
 MAX_EXACT_SPLITS = 8
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -46,11 +44,14 @@ def decode_kernel(
     The first `splits` programs of a column tile attend to the `tokens` packed ones in `blocks`, the others to the tail
     of so much `length`, or the sinks.  turned: the query already rotated, see `by_matrix`, or None; space = (rotation,
     smooth, center) of the keys, key = (packed, scale), value = (packed, scale[, zero]), tail = (keys, values), sinks
-    likewise or None, work = (partial, partial_lse), sizes = (sinks, residual length), scales = (scaling, soft cap),
-    strides = (query, key and its scale, value and its scale, keys, values, sink keys, sink values, mask), KEY and VALUE
-    = (bits, table), FLAGS = (SOFTCAP, CAUSAL, MASK, CAUSAL for packed tokens too), PATH = (PTX, PRECISION, PDL), LAUNCH
-    = (tokens of a tile, warps, loads need a mask, stages, exact tokens of a step).  With `total`, int64 on the device,
-    it says how many tokens there are; the tail is then a ring of `slots`.
+    likewise or None, sizes = (sinks, residual length), scales = (scaling, soft cap), strides = (query, key and its
+    scale, value and its scale, keys, values, sink keys, sink values, mask), KEY and VALUE = (bits, table), FLAGS =
+    (SOFTCAP, CAUSAL, MASK, CAUSAL for packed tokens too), PATH = (PTX, PRECISION, PDL), LAUNCH = (tokens of a tile,
+    warps, loads need a mask, stages, exact tokens of a step).  With `total`, int64 on the device, it says how many
+    tokens there are; the tail is then a ring of `slots`.
+
+    Writes to `work`, float32, the output of each split [B * H_kv, splits, columns, D_v], and behind those, likewise,
+    the log-sum-exps.
     """
     PRECISION: tl.constexpr = PATH[1]
     if tl.program_id(2) < splits:
@@ -95,16 +96,23 @@ def choose_path(dtype: torch.dtype, capability: tuple[int, int] | None) -> Path:
     return Path(torch.float8_e4m3fn if native else torch.float16, native, precision, pdl)
 
 
-class _Mask(NamedTuple):
-    tensor: torch.Tensor | None
-    strides: tuple[int, ...]
-    kind: int
-
-
 class _Plan(NamedTuple):
-    """What is worked out once for shapes, formats and flags: the launches, rotation of the query, attention, merge."""
+    """What is worked out once for shapes, strides, formats and flags."""
 
-    number: int  # no other plan has it
+    launches: "_Launches"
+    splits: int  # of packed tokens
+    all_splits: int
+    work: int  # elements
+    value_dim: int
+    blocks: int
+    sizes: tuple[int, int]  # of sinks, residual length
+    strides: tuple[tuple[int, ...], ...]
+    numbers: tuple[int, int, int]  # of rotation, attention, merge: a kernel is compiled once for each number of its own
+
+
+class _Launches(NamedTuple):
+    """Rotation of the query, attention, merge: their grids, constants and options."""
+
     turns: bool  # whether the query is rotated in a launch of its own
     grids: tuple[tuple[int, int, int], ...]
     constants: tuple[dict[str, Any], ...]
@@ -152,85 +160,98 @@ def decode(
     """
     key = key or no_states(*keys.shape[:2], keys.shape[3], keys.device)
     value = value or no_states(*values.shape[:2], values.shape[3], values.device)
-    _check(
-        *((x.shape, x.stride(3), x.dtype) for x in (query, keys, values)), key.layout, value.layout, packed_length,
-        None if mask is None else mask.shape, total is not None,
-    )  # fmt: skip
-    batch, heads, queries, _ = query.shape
-    kv_heads, tail = keys.shape[1:3]
-    path = path or choose_path(query.dtype, capability(query.device) if is_nvidia(query.device) else None)
-    pairs, columns = batch * kv_heads, heads // kv_heads * queries
-    config = choose(
-        value.coding.bits, _columns(columns, path), values.shape[3],
-        (key.packed.shape[3] + value.packed.shape[3]) // BLOCK_TOKENS.value, shared_memory(query.device),
-        path.compute == torch.float8_e4m3fn,
-    )  # fmt: skip
-    splits, tail_splits = _count_splits(query.device, path, config, pairs, columns, packed_length, tail, splits)
     sinks = sinks if sinks is not None and sinks[0].shape[2] else None
-    masked = _describe(mask, batch, heads, queries)
-    flags = (softcap is not None, causal and mask is None and queries > 1, masked.kind)
+    mask, mask_kind = _describe(mask, query)
+    s_aux = None if s_aux is None else s_aux.expand(*query.shape[:3])
     plan = _plan(
-        query.device, query.dtype, (batch, heads, kv_heads, queries, query.shape[3], values.shape[3]), key.coding.code,
-        value.coding.code, flags, splits, tail_splits, sinks is not None, path, config,
-        key.rotation is not None, key.capacity < config.tile, tail < queries - 1,
-        tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
+        query.device, path, signature(query), signature(keys), signature(values),
+        None if sinks is None else tuple(map(signature, sinks)), None if mask is None else signature(mask), mask_kind,
+        None if s_aux is None else signature(s_aux), key.layout, value.layout, packed_length, residual_length,
+        softcap is not None, causal, aligned(lengths, total), splits,
     )  # fmt: skip
-    all_splits = splits + tail_splits + (sinks is not None)
-    work = (
-        query.new_empty(pairs, all_splits, columns, values.shape[3], dtype=torch.float32),
-        query.new_empty(pairs, all_splits, columns, dtype=torch.float32),
-    )
-    now = (total, residual_length, scaling * LOG2E.value, float(softcap or 0))
-    if splits:
-        turned = _rotate(plan, query, key) if plan.turns else None
-        _launch(
-            plan, work, query, turned, key, value, (keys, values), sinks, masked, lengths, now, splits, packed_length
-        )
+    work = query.new_empty(plan.work, dtype=torch.float32)
+    slots, scales = None if total is None else keys.shape[2], (scaling * LOG2E.value, float(softcap or 0))
+    launches, tail = plan.launches, (keys, values)
+    if plan.splits:
+        turned = _rotate(plan, query, key) if launches.turns else None
+        space = key.rotation, key.smooth, key.center
+        arguments = (
+            query, turned, space, (key.packed, *key.factors), (value.packed, *value.factors), tail, sinks, mask,
+            lengths, total, slots, work, plan.splits, packed_length, plan.blocks, keys.shape[2], plan.sizes, scales,
+            plan.strides,
+        )  # fmt: skip
+        kernel = decode_kernel
     else:
-        _launch_exact(plan, work, query, (keys, values), sinks, masked, now)
-    return launch_merge(plan, work, query, value, s_aux, splits, all_splits)
+        arguments = (query, tail, sinks, mask, total, slots, work, keys.shape[2], plan.sizes, scales, plan.strides)
+        kernel = decode_exact_kernel
+    launch(kernel, plan.numbers[1], launches.grids[1], arguments, launches.constants[1], **launches.options[1])
+    return launch_merge(plan, work, query, value, s_aux)
+
+
+def _describe(mask, query):
+    """The mask as kernels take it, [B, H_q, S, all tokens or more], and what kind it is."""
+    if mask is None:
+        return None, NO_MASK.value
+    if mask.dim() != 4:
+        raise ValueError(f"expected a mask [B, H, {query.shape[2]}, all tokens or more], got {list(mask.shape)}")
+    kind = ROW_MASK if mask.shape[1] == 1 and query.shape[2] == 1 else FULL_MASK
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return mask.expand(*query.shape[:2], -1, -1), kind.value
 
 
 def _rotate(plan, query, key):
     """The query, smoothed and rotated, float32."""
     turned = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    space, strides = (key.rotation, key.smooth, key.center), query.stride()[:3]
-    key_ = (plan.number, strides, aligned(query, *space))
-    launch(rotate_query_kernel, key_, plan.grids[0], (query, space, turned, strides), plan.constants[0])
+    arguments = query, (key.rotation, key.smooth, key.center), turned, query.stride()[:3]
+    launch(rotate_query_kernel, plan.numbers[0], plan.launches.grids[0], arguments, plan.launches.constants[0])
     return turned
 
 
-def _exact_arguments(query, tail, sinks, masked, now):
-    """What both kernels take of exact tokens, and all that it means for a launch's key."""
-    total, residual, scaling, softcap = now
-    sizes, slots = (0 if sinks is None else sinks[0].shape[2], residual), None if total is None else tail[0].shape[2]
-    strides = tuple(x.stride()[:3] for x in (*tail, *(sinks or tail)))
-    present = aligned(query, *tail, *(sinks or ()), masked.tensor, total)
-    mask_type = None if masked.tensor is None else masked.tensor.dtype
-    key = (query.stride()[:3], strides, masked.strides, sizes, slots, present, mask_type)
-    return sizes, (scaling, softcap), slots, strides, key
+@lru_cache(maxsize=4096)
+def _plan(
+    device, path, query, keys, values, sinks, mask, mask_kind, s_aux, key, value, packed_length, residual_length,
+    soft, causal, present, splits,
+):  # fmt: skip
+    """The plan for tensors of these signatures, packed states of these layouts, and flags; raises as `decode` does.
 
-
-def _launch(plan, work, query, turned, key, value, tail, sinks, masked, lengths, now, splits, packed):
-    sizes, scales, slots, strides, key_ = _exact_arguments(query, tail, sinks, masked, now)
-    sides = (key.packed, *key.factors), (value.packed, *value.factors)
-    space = (key.rotation, key.smooth, key.center)
-    places = tuple((*side[0].stride()[:2], *side[1].stride()[:2]) for side in sides)
-    arguments = (
-        query, turned, space, *sides, tail, sinks, masked.tensor, lengths, now[0], slots, work, splits, packed,
-        key.packed.shape[2], tail[0].shape[2], sizes, scales, (query.stride()[:3], *places, *strides, masked.strides),
+    soft: scores are capped; present: whether `lengths` and `total` are aligned, None where there is none.  With every
+    step a length is another, and the plan made anew, once for all layers; what is compiled stays.
+    """
+    static = present[1] is not None
+    _check(query, keys, values, key, value, packed_length, mask, static)
+    batch, heads, queries, dim = query.shape
+    kv_heads, tail = keys.shape[1:3]
+    value_dim = values.shape[3]
+    path = path or choose_path(query.dtype, capability(device) if is_nvidia(device) else None)
+    columns = heads // kv_heads * queries
+    config = choose(
+        value.coding.bits, _columns(columns, path), value_dim, (key.shape[3] + value.shape[3]) // BLOCK_TOKENS.value,
+        shared_memory(device), path.compute == torch.float8_e4m3fn,
     )  # fmt: skip
-    key_ = (plan.number, key_, places, aligned(*sides[0], *sides[1], *space, lengths))
-    launch(decode_kernel, key_, plan.grids[1], arguments, plan.constants[1], **plan.options[1])
-
-
-def _launch_exact(plan, work, query, tail, sinks, masked, now):
-    sizes, scales, slots, strides, key = _exact_arguments(query, tail, sinks, masked, now)
-    arguments = (
-        query, tail, sinks, masked.tensor, now[0], slots, work, tail[0].shape[2], sizes, scales,
-        (query.stride()[:3], (), (), *strides, masked.strides),
+    splits, tail_splits = _count_splits(device, path, config, batch * kv_heads, columns, packed_length, tail, splits)
+    all_splits = splits + tail_splits + (sinks is not None)
+    flags = soft, causal and mask is None and queries > 1, mask_kind
+    kind = (
+        device, query.dtype, (batch, heads, kv_heads, queries, dim, value_dim), key.coding.code, value.coding.code,
+        flags, splits, tail_splits, sinks is not None, path, config, key.coding.rotated,
+        key.blocks * BLOCK_TOKENS.value < config.tile, tail < queries - 1, tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
     )  # fmt: skip
-    launch(decode_exact_kernel, (plan.number, key), plan.grids[1], arguments, plan.constants[1], **plan.options[1])
+    sizes = 0 if sinks is None else sinks[0].shape[2], residual_length
+    exact = (*(x.strides[:3] for x in (keys, values)), *(x.strides[:3] for x in sinks or (keys, values)))
+    masks = (0, 0, 0, 0) if mask is None else mask.strides
+    places = (key.places, value.places) if splits else ((), ())
+    strides = (query.strides[:3], *places, *exact, masks)
+    # All for which Triton may compile anew.
+    alike = (kind, strides, sizes, keys.shape[2] if static else None, query.aligned, keys.aligned, values.aligned)
+    alike += (sinks and tuple(x.aligned for x in sinks), mask and (mask.dtype, mask.aligned), present)
+    alike += (key.aligned, value.aligned)
+    numbers = (
+        number_of(("rotate", kind, query.strides, query.aligned, key.aligned)),
+        number_of(("attend", alike)),
+        number_of(("merge", kind, value.aligned, s_aux and s_aux[1:])),
+    )
+    work = batch * kv_heads * all_splits * columns * (value_dim + 1)
+    return _Plan(_launches(*kind), splits, all_splits, work, value_dim, key.blocks, sizes, strides, numbers)
 
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
@@ -250,11 +271,11 @@ def _columns(columns, path):
 
 
 @lru_cache(maxsize=1024)
-def _plan(
+def _launches(
     device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, rotated,
     small, causal_packed, long,
 ):  # fmt: skip
-    """The plan.
+    """The launches.
 
     rotated: the keys are; small: room for fewer packed tokens than a tile has; long: a tail of many tiles
     """
@@ -280,8 +301,7 @@ def _plan(
         attend |= dict(FLAGS=flags, PRECISION=path.precision, PDL=path.pdl, LAUNCH=(step, stages))
         options = dict(num_warps=8, num_stages=stages)
     merge = dict(DIM=value_dim, SPLITS=triton.next_power_of_2(all_splits), PDL=path.pdl)
-    return _Plan(
-        next(_NUMBERS),
+    return _Launches(
         by_matrix(rotated, dim),
         (
             (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
@@ -298,45 +318,32 @@ def _plan(
     )  # fmt: skip
 
 
-def _describe(mask, batch, heads, queries):
-    if mask is None:
-        return _Mask(None, (0, 0, 0, 0), NO_MASK.value)
-    kind = ROW_MASK if mask.shape[1] == 1 and queries == 1 else FULL_MASK
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    mask = mask.expand(batch, heads, queries, mask.shape[3])
-    return _Mask(mask, mask.stride(), kind.value)
-
-
-@lru_cache(maxsize=1024)
 def _check(query, keys, values, key, value, packed_length, mask, static):
-    """Raise ValueError, with what was given, on what the kernels would read wrongly.
-
-    query, keys, values: (shape, stride of the last dimension, dtype); mask: its shape
-    """
-    (query, keys, values), last_strides, dtypes = zip(query, keys, values, strict=True)
+    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
     key.check(packed_length)
     value.check(packed_length)
-    batch, heads, queries, dim = query
-    kv_heads, tail = keys[1:3]
+    batch, heads, queries, dim = query.shape
+    kv_heads, tail = keys.shape[1:3]
     if not 0 < queries <= MAX_QUERIES:
         raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; prefill takes more")
-    if heads % kv_heads or keys != (batch, kv_heads, tail, dim) or keys[:3] != values[:3]:
+    if heads % kv_heads or keys.shape != (batch, kv_heads, tail, dim) or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"expected keys [{batch}, a divisor of {heads}, n, {dim}] and values that differ at most in head_dim, "
-            f"got {list(keys)} and {list(values)}"
+            f"got {list(keys.shape)} and {list(values.shape)}"
         )
     held = (*key.shape[:2], key.head_dim, *value.shape[:2], value.head_dim)
-    if held != (batch, kv_heads, dim, batch, kv_heads, values[3]):
+    if held != (batch, kv_heads, dim, batch, kv_heads, values.shape[3]):
         raise ValueError(
-            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values[3]}, "
+            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values.shape[3]}, "
             f"got {list(held[:3])} and {list(held[3:])}"
         )
-    if len(set(dtypes)) > 1 or dtypes[0] not in QUERY_DTYPES:
+    dtypes = query.dtype, keys.dtype, values.dtype
+    if len(set(dtypes)) > 1 or query.dtype not in QUERY_DTYPES:
         raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {', '.join(map(str, dtypes))}")
-    if last_strides != (1, 1, 1):
+    if (query.strides[3], keys.strides[3], values.strides[3]) != (1, 1, 1):
         raise ValueError("expected query, keys and values whose last dimension is contiguous")
     if static and (queries > 1 or tail % BLOCK_TOKENS.value):
         raise ValueError(f"expected one query and a ring of whole blocks with total, got {queries} and {tail} slots")
     total = 1 if static else packed_length + tail
-    if mask is not None and (len(mask) != 4 or mask[2] != queries or mask[3] < total):
-        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask)}")
+    if mask is not None and (mask.shape[2] != queries or mask.shape[3] < total):
+        raise ValueError(f"expected a mask [B, H, {queries}, {total} or more], got {list(mask.shape)}")

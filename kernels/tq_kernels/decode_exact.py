@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .decode_query import column_places, fine_dot, program_place
+from .decode_query import column_places, fine_dot, program_place, split_places
 from .scores import NO_MASK, apply_mask, lengths_now, soft_cap
 
 EXACT_TILE = tl.constexpr(64)  # exact tokens of a split at least
@@ -72,7 +72,7 @@ def attend_exact(
     used = (slot < COLUMNS) & (column < GROUP * QUERIES)
     column = tl.where(used, column, 0)
     query = column_places(query, strides[0], column, batch, kv_head, GROUP, QUERIES)
-    row = (pair * tl.num_programs(2) + tl.program_id(2)) * GROUP * QUERIES + column
+    partial, partial_lse = split_places(work, pair, column, GROUP, QUERIES, COLUMNS, DIMS[1])
     masks = strides[7]
     mask_columns = column_places(0, masks, column, batch, kv_head, GROUP, QUERIES)
     length, packed = lengths_now(total, length, packed, sizes[1])
@@ -91,9 +91,8 @@ def attend_exact(
             v = sinks[1] + batch * strides[6][0] + kv_head * strides[6][1]
             steps = (tl.full((), 0, tl.int64) + strides[5][2], tl.full((), 0, tl.int64) + strides[6][2])
     _attend(
-        query, k, v, mask, batch * masks[0], mask_columns, limit, work[0] + row * DIMS[1], work[1] + row, used, start,
-        end, place, slots, scales, (steps[0], steps[1], masks[3]), DIMS[0], DIMS[1], FLAGS[0], FLAGS[1], FLAGS[2],
-        PRECISION, STEP, STAGES,
+        query, k, v, mask, batch * masks[0], mask_columns, limit, partial, partial_lse, used, start, end, place, slots,
+        scales, (steps[0], steps[1], masks[3]), DIMS[0], DIMS[1], FLAGS[0], FLAGS[1], FLAGS[2], PRECISION, STEP, STAGES,
     )  # fmt: skip
 
 

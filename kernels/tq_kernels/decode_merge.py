@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 
 from .hadamard import hadamard, is_power_of_two, log2
-from .launch import aligned, launch
+from .launch import launch
 from .scores import LOG2E
 
 
 @triton.jit(do_not_specialize=["splits", "all_splits"])
 def decode_merge_kernel(
-    partial, partial_lse, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
+    work, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
     DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = one query of one of so many `heads` of one sequence; the first `splits` are of packed tokens."""
@@ -33,8 +33,9 @@ def decode_merge_kernel(
         logit = tl.load(logit).to(tl.float32) * LOG2E
     if PDL:  # no launch of decode has written what was read until here
         tl.extra.cuda.gdc_wait()
-    part = tl.load(partial_lse + row, mask=used, other=float("-inf"))
-    x = tl.load(partial + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
+    lses = work + tl.num_programs(0).to(tl.int64) * all_splits * DIM
+    part = tl.load(lses + row, mask=used, other=float("-inf"))
+    x = tl.load(work + row[:, None] * DIM + channel[None, :], mask=used[:, None] & inside[None, :], other=0)
     peak = tl.maximum(tl.max(part), -1e30)
     weight = tl.exp2(part - peak)
     total = tl.sum(weight)
@@ -67,15 +68,16 @@ def merge_warps(splits: int, value_dim: int) -> int:
     return 4 if splits * value_dim <= 16384 else 16
 
 
-def launch_merge(plan, work, query, value, s_aux, splits, all_splits):
-    """Output and log-sum-exp of `decode`; `plan` and `work` as there."""
+def launch_merge(plan, work, query, value, s_aux):
+    """Output and log-sum-exp of `decode`; `plan`, `work` and `s_aux` as there."""
     batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, work[0].shape[3])
+    out = query.new_empty(batch, heads, queries, plan.value_dim)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    s_aux = None if s_aux is None else s_aux.expand(*lse.shape)
     strides = (0, 0, 0) if s_aux is None else s_aux.stride()
-    rotation, center = (value.rotation, value.center) if splits else (None, None)
-    arguments = (*work, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
-    key = (plan.number, strides, aligned(rotation, center, s_aux), None if s_aux is None else s_aux.dtype)
-    launch(decode_merge_kernel, key, plan.grids[2], arguments, plan.constants[2], **plan.options[2])
+    rotation, center = (value.rotation, value.center) if plan.splits else (None, None)
+    arguments = (work, rotation, center, s_aux, out, lse, plan.splits, plan.all_splits, heads, strides)
+    launches = plan.launches
+    launch(
+        decode_merge_kernel, plan.numbers[2], launches.grids[2], arguments, launches.constants[2], **launches.options[2]
+    )
     return out, lse

@@ -11,7 +11,7 @@ the fp8 tensor cores in the order in which they lie.  A tile of tokens is one bl
 import triton
 import triton.language as tl
 
-from .decode_query import column_places, make_operand, program_place
+from .decode_query import column_places, make_operand, program_place, split_places
 from .primitives import (
     BLOCK_TOKENS,
     decode_rows,
@@ -195,8 +195,5 @@ def attend_packed(
     value_factor = unit(VALUE_BITS, VALUE_TABLE, COMPUTE)
     if VALUE_BITS == 8:
         value_factor *= tl.load(value_scale)
-    index = (pair * tl.num_programs(2) + tl.program_id(2)) * GROUP * QUERIES + column
-    _store_split(
-        out, weight, zeros, peak, offset, value_factor, work[0] + index * DIMS[1], work[1] + index, used, DIMS[1],
-        CHANNELS,
-    )  # fmt: skip
+    partial, partial_lse = split_places(work, pair, column, GROUP, QUERIES, COLUMNS, DIMS[1])
+    _store_split(out, weight, zeros, peak, offset, value_factor, partial, partial_lse, used, DIMS[1], CHANNELS)

@@ -23,6 +23,18 @@ def program_place(GROUP: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
+def split_places(
+    work, pair, column, GROUP: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr
+):
+    """Where this program's output and log-sum-exp of `column` go in the `work` of `decode_kernel`."""
+    HELD: tl.constexpr = GROUP * QUERIES
+    splits = tl.num_programs(2)
+    pairs = tl.num_programs(0) // tl.cdiv(HELD, COLUMNS) * tl.num_programs(1)
+    row = (pair * splits + tl.program_id(2)) * HELD + column
+    return work + row * DIM, work + pairs.to(tl.int64) * splits * (HELD * DIM) + row
+
+
+@triton.jit
 def column_places(base, strides, column, batch, kv_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
     """Where query columns of a KV head, heads of its group times QUERIES, lie in [B, H_q, S, ...] from `base` on."""
     head = kv_head * GROUP + column // QUERIES

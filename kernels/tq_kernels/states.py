@@ -1,9 +1,12 @@
 """What every kernel takes: the packed keys, or values, of one layer, as plain tensors and numbers."""
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
+
+from .launch import aligned
 
 BLOCK_TOKENS = 64
 E4M3, E5M2 = (0, 0), (5, 0)  # in place of a table, for codes of 8 bits
@@ -40,7 +43,18 @@ class Coding(NamedTuple):
         return self.bits, code_table(self.magnitudes)
 
 
-class States(NamedTuple):
+class _Tensors(NamedTuple):
+    packed: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    center: torch.Tensor | None
+    smooth: torch.Tensor | None
+    head_scale: torch.Tensor | None
+    rotation: torch.Tensor | None
+    coding: Coding
+
+
+class States(_Tensors):
     """Packed keys, or values.
 
     packed:     uint8 [B, H_kv, blocks, 8 * D * bits], contiguous in the last two dimensions, bits as drawn in
@@ -54,15 +68,6 @@ class States(NamedTuple):
                 to D, largest first, times a diagonal of signs; x @ rotation.T rotates row vectors
     """
 
-    packed: torch.Tensor
-    scale: torch.Tensor | None
-    zero: torch.Tensor | None
-    center: torch.Tensor | None
-    smooth: torch.Tensor | None
-    head_scale: torch.Tensor | None
-    rotation: torch.Tensor | None
-    coding: Coding
-
     @property
     def head_dim(self) -> int:
         return self.packed.shape[3] // (8 * self.coding.bits)
@@ -72,57 +77,77 @@ class States(NamedTuple):
         """Tokens there is room for."""
         return self.packed.shape[2] * BLOCK_TOKENS
 
-    @property
+    @cached_property
     def factors(self) -> tuple[torch.Tensor, ...]:
         """(scale,) or (scale, zero) as kernels read them: float16 per token, or float32 [B, H_kv, 1, 1] for float8."""
         scale = self.head_scale if self.scale is None else self.scale
         assert scale is not None
         return (scale,) if self.zero is None else (scale, self.zero)
 
-    @property
+    @cached_property
     def layout(self) -> "Layout":
-        """All that `check` looks at."""
-        packed, absent = self.packed, tuple(x is None for x in self[1:7])
-        return Layout(packed.shape, packed.stride(), absent, self.coding.bits, self.coding.rule)
+        """All that a launch depends on but the addresses."""
+        strides = tuple(None if x is None else x.stride() for x in self[:7])
+        return _layout(self.packed.shape, strides, aligned(*self[:7]), self.coding)
 
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the tensors fit each other and have room for `tokens`."""
         self.layout.check(tokens)
 
 
-class Layout(NamedTuple):
-    """Shape and strides of packed bytes, which of the other tensors are None, and how they are coded."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Shape of packed bytes, of each of the tensors the strides and the alignment (None if there is none), the coding.
+
+    Equal ones are one object, so that looking up what was worked out for one is cheap.
+    """
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    absent: tuple[bool, ...]
-    bits: int
-    rule: int
+    strides: tuple[tuple[int, ...] | None, ...]
+    aligned: tuple[bool | None, ...]
+    coding: Coding
 
     @property
     def head_dim(self) -> int:
-        return self.shape[3] // (8 * self.bits)
+        return self.shape[3] // (8 * self.coding.bits)
+
+    @property
+    def blocks(self) -> int:
+        return self.shape[2]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Strides of sequences and KV heads, of packed bytes and of the first of `States.factors`."""
+        packed, scale, head_scale = self.strides[0], self.strides[1], self.strides[5]
+        factor = head_scale if scale is None else scale
+        assert packed is not None and factor is not None
+        return (*packed[:2], *factor[:2])
 
     def check(self, tokens: int) -> None:
         """See `States.check`."""
-        blocks, size = self.shape[2:]
-        if self.head_dim % 16 or size != 8 * self.head_dim * self.bits or self.strides[2:] != (size, 1):
+        bits, rule = self.coding.bits, self.coding.rule
+        size, strides = self.shape[3], self.strides[0]
+        assert strides is not None
+        if self.head_dim % 16 or size != 8 * self.head_dim * bits or strides[2:] != (size, 1):
             raise ValueError(
-                f"expected blocks of 8 * D * {self.bits} bytes, D a multiple of 16, contiguous in the last two "
-                f"dimensions, got {list(self.shape)} with strides {self.strides}"
+                f"expected blocks of 8 * D * {bits} bytes, D a multiple of 16, contiguous in the last two "
+                f"dimensions, got {list(self.shape)} with strides {strides}"
             )
-        if tokens > blocks * BLOCK_TOKENS:
-            raise ValueError(f"expected room for {tokens} tokens, got {blocks} blocks of {BLOCK_TOKENS}")
-        absent = dict(zip(States._fields[1:7], self.absent, strict=True))
+        if tokens > self.blocks * BLOCK_TOKENS:
+            raise ValueError(f"expected room for {tokens} tokens, got {self.blocks} blocks of {BLOCK_TOKENS}")
+        held = dict(zip(States._fields[:7], self.strides, strict=True))
         wanted = {
-            "scale": self.rule != PER_HEAD,
-            "zero": self.rule == MIN_MAX,
-            "head_scale": self.rule == PER_HEAD,
-            "rotation": self.rule in (NORM, UNBIASED, LEAST_SQUARES),
+            "scale": rule != PER_HEAD,
+            "zero": rule == MIN_MAX,
+            "head_scale": rule == PER_HEAD,
+            "rotation": self.coding.rotated,
         }
         for name, needed in wanted.items():
-            if needed == absent[name]:
-                raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {self.rule}, got the opposite")
+            if needed != (held[name] is not None):
+                raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {rule}, got the opposite")
+
+
+_layout = lru_cache(maxsize=1024)(Layout)
 
 
 @lru_cache(maxsize=64)
