@@ -24,7 +24,7 @@ from .launch import aligned, launch, number_of, signature
 from .primitives import BLOCK_TOKENS
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
 from .states import States, no_states
-from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps
+from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps, exact_warps
 
 MAX_QUERIES = 16
 MAX_EXACT_SPLITS = 8
@@ -299,7 +299,7 @@ def _launches(
     else:
         stages = stages if long and dtype != torch.float32 else 1
         attend |= dict(FLAGS=flags, PRECISION=path.precision, PDL=path.pdl, LAUNCH=(step, stages))
-        options = dict(num_warps=8, num_stages=stages)
+        options = dict(num_warps=exact_warps((dim, value_dim), dtype.itemsize), num_stages=stages)
     merge = dict(DIM=value_dim, SPLITS=triton.next_power_of_2(all_splits), PDL=path.pdl)
     return _Launches(
         by_matrix(rotated, dim),

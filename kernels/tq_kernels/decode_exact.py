@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .decode_query import column_places, fine_dot, program_place, split_places
-from .scores import NO_MASK, apply_mask, lengths_now, soft_cap
+from .scores import NO_MASK, apply_mask, lengths_now, load_mask, soft_cap
 
 EXACT_TILE = tl.constexpr(64)  # exact tokens of a split at least
 
@@ -26,11 +26,15 @@ def _attend(
     q = tl.load(query[:, None] + channel[None, :], mask=used[:, None] & (channel < DIM)[None, :], other=0)
     peak, total = tl.full((16,), -1e30, tl.float32), tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, max(triton.next_power_of_2(VALUE_DIM), 16)), tl.float32)
+    token = start + tl.arange(0, STEP)
+    m = load_mask(mask, mask_base, mask_columns, strides[2], token + place, token < end, 1, MASK)
     for first in tl.range(start, end, STEP, num_stages=STAGES):
         token = first + tl.arange(0, STEP)
         inside, row = token < end, token.to(tl.int64)
         if slots is not None:
             row = ((token + place) % slots).to(tl.int64)
+        coming = token + STEP
+        next_m = load_mask(mask, mask_base, mask_columns, strides[2], coming + place, coming < end, 1, MASK)
         k = keys + row[None, :] * strides[0] + channel[:, None]
         k = tl.load(k, mask=inside[None, :] & (channel < DIM)[:, None], other=0)
         v = values + row[:, None] * strides[1] + value_channel[None, :]
@@ -44,8 +48,8 @@ def _attend(
                 seen = seen & ((token + place)[None, :] < limit[:, None])
             s = tl.where(seen, s, float("-inf"))
         else:
-            s = apply_mask(s.T, mask, mask_base, mask_columns, strides[2], token + place, inside, MASK).T
-            s = tl.where(inside[None, :], s, float("-inf"))
+            s = tl.where(inside[None, :], apply_mask(s, m, MASK), float("-inf"))
+            m = next_m
         highest = tl.maximum(peak, tl.max(s, 1))
         alpha = tl.exp2(peak - highest)
         p = tl.exp2(s - highest[:, None])

@@ -31,7 +31,7 @@ from .primitives import (
     to_tokens,
     unit,
 )
-from .scores import apply_mask, lengths_now, soft_cap
+from .scores import apply_mask, lengths_now, load_mask, soft_cap
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
@@ -65,6 +65,12 @@ def _decode_values(
         planes = load_values(base, start + BLOCK_TOKENS, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
         channels = side_by_side(channels, decode_rows(planes, BITS, TABLE, COMPUTE, PTX))
     return channels
+
+
+@triton.jit
+def _tile_start(tile, blocks, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """First token of a tile.  The last one is moved back, so that no load passes the last block."""
+    return tile * TILE if MASKED else tl.minimum(tile * TILE, blocks * BLOCK_TOKENS - TILE)
 
 
 @triton.jit
@@ -145,19 +151,23 @@ def attend_packed(
     tiles = tl.cdiv(tokens, TILE)
     per_split = tl.cdiv(tiles, splits)
     end = tl.minimum((tl.program_id(2) + 1) * per_split, tiles)
+    # Of the mask, the tile to come is loaded by hand: bytes are not prefetched.
+    token = _tile_start(tl.program_id(2) * per_split, blocks, TILE, MASKED) + row
+    m = load_mask(mask, mask_base, mask_columns, masks[3], sizes[0] + token, token < tokens, 0, MASK)
     # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
     for tile in tl.range(tl.program_id(2) * per_split, end, num_stages=LAUNCH[3]):
-        # The last tile is moved back so that no load passes the last block; what it repeats is masked out.
-        first = tile * TILE
-        start = first if MASKED else tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
+        first, start = tile * TILE, _tile_start(tile, blocks, TILE, MASKED)
+        # What a tile moved back repeats is masked out.
+        new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
+        token = _tile_start(tile + 1, blocks, TILE, MASKED) + row
+        next_m = load_mask(mask, mask_base, mask_columns, masks[3], sizes[0] + token, token < tokens, 0, MASK)
         keys = load_keys(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
         scale = factor
         if KEY_BITS != 8:
             scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
         rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
         s = _packed_scores(q, rows, scale, offset, scales[1], SOFTCAP, TERMS, TWINS, PRECISION)
-        new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
-        s = apply_mask(s, mask, mask_base, mask_columns, masks[3], sizes[0] + start + row, new, MASK)
+        s, m = apply_mask(s, m, MASK), next_m
         if CAUSAL:
             s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
         # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.

@@ -21,22 +21,29 @@ def soft_cap(s, softcap):
 
 
 @triton.jit
-def apply_mask(s, mask, base, columns, stride, place, inside, MASK: tl.constexpr):
-    """Adds a float mask to scores [tokens, columns] of tokens `place`; a mask of bytes hides where it is 0.
+def load_mask(mask, base, columns, stride, place, inside, AXIS: tl.constexpr, MASK: tl.constexpr):
+    """The mask of tokens `place` for scores that have tokens along `AXIS` and columns along the other one.
 
     `base` is where one mask for all columns begins, `columns` where those of each column do.
     """
+    if MASK == ROW_MASK:
+        return tl.expand_dims(tl.load(mask + base + place * stride, mask=inside, other=0), 1 - AXIS)
+    elif MASK == FULL_MASK:
+        places = mask + tl.expand_dims(columns, AXIS) + tl.expand_dims(place * stride, 1 - AXIS)
+        return tl.load(places, mask=tl.expand_dims(inside, 1 - AXIS), other=0)
+    else:
+        return inside  # is not looked at
+
+
+@triton.jit
+def apply_mask(s, m, MASK: tl.constexpr):
+    """Scores with a loaded mask: a float one is added, one of bytes hides where it is 0."""
     if MASK == NO_MASK:
         return s
+    elif m.dtype == tl.uint8:
+        return tl.where(m != 0, s, float("-inf"))
     else:
-        if MASK == ROW_MASK:
-            m = tl.load(mask + base + place * stride, mask=inside, other=0)[:, None]
-        else:
-            m = tl.load(mask + columns[None, :] + (place * stride)[:, None], mask=inside[:, None], other=0)
-        if m.dtype == tl.uint8:
-            return tl.where(m != 0, s, float("-inf"))
-        else:
-            return s + m.to(tl.float32) * LOG2E
+        return s + m.to(tl.float32) * LOG2E
 
 
 @triton.jit

@@ -82,6 +82,11 @@ def exact_steps(dims: tuple[int, int], itemsize: int, shared: int) -> tuple[int,
     return tile, max(1, min(3, (shared - rest) // (tile * token)))
 
 
+def exact_warps(dims: tuple[int, int], itemsize: int) -> int:
+    """Warps where all tokens are exact: more would wait for each other, fewer not hold what is wide."""
+    return 4 if itemsize == 2 and max(dims) <= 128 else 8
+
+
 MAX_SPLITS = 112  # with those of exact tokens and sinks fewer than 128: what the merge holds at once is a power of two
 
 
