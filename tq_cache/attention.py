@@ -40,14 +40,15 @@ def turboquant_attention(
     NotImplementedError on what it cannot do rather than leave it out.
     """
     _refuse(kwargs, dropout, module)
-    mask = with_indices(attention_mask, kwargs.get("indices"), key.shape[2])
-    bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
+    indices, bias, sinks = kwargs.get("indices"), kwargs.get("position_bias"), kwargs.get("sinks")
+    mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
     if sinks is not None and s_aux is not None:
         raise ValueError("expected sinks or s_aux, got both: they mean the same")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, StaticHandle):
-        mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
+        if bias is not None:
+            mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
         sinks = _sinks(sinks, s_aux)
         return attend_static(query, key, mask, sinks, scaling, softcap).transpose(1, 2).contiguous(), None
     view = paired_view(key, value)
@@ -60,15 +61,11 @@ def turboquant_attention(
                 *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
             )
         view = KVView(key, value)  # sdpa knows none of these
-    out, _ = ops.implementation(view.backend, view.keys, view.values).attend(
-        query,
-        view,
-        with_bias(mask, bias, query.shape[2], view.length, is_causal),
-        scaling,
-        softcap=softcap,
-        sinks=_sinks(sinks, s_aux),
-        is_causal=is_causal,
-    )
+    if bias is not None:
+        mask = with_bias(mask, bias, query.shape[2], view.length, is_causal)
+    run = ops.implementation(view.backend, view.keys, view.values)
+    sinks = _sinks(sinks, s_aux)
+    out, _ = run.attend(query, view, mask, scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)
     return out.transpose(1, 2).contiguous(), None
 
 

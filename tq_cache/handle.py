@@ -42,7 +42,8 @@ class KVHandle(_Handle):
     @staticmethod
     def __new__(cls, view: KVView, role: Role) -> "KVHandle":
         like = view.keys if role == "key" else view.values
-        shape = (*like.shape[:2], view.length, like.shape[3])
+        batch, heads, _, dim = like.shape
+        shape = (batch, heads, view.length, dim)
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         handle.view_of_cache, handle.role = view, role
         return handle

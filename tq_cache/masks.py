@@ -60,10 +60,8 @@ def _runs_other_attention(model: Any) -> bool:
     return model._supports_sdpa or (model._supports_attention_backend and compiled)
 
 
-def with_indices(mask: torch.Tensor | None, indices: torch.Tensor | None, length: int) -> torch.Tensor | None:
+def with_indices(mask: torch.Tensor | None, indices: torch.Tensor, length: int) -> torch.Tensor:
     """`mask` narrowed to the tokens that an indexer chose, `indices` int [B, S, top_k] (sparse attention, DSA)."""
-    if indices is None:
-        return mask
     batch, num_queries, _ = indices.shape
     chosen = torch.zeros(batch, num_queries, length, dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
@@ -73,11 +71,9 @@ def with_indices(mask: torch.Tensor | None, indices: torch.Tensor | None, length
 
 
 def with_bias(
-    mask: torch.Tensor | None, bias: torch.Tensor | None, num_queries: int, length: int, is_causal: bool
-) -> torch.Tensor | None:
+    mask: torch.Tensor | None, bias: torch.Tensor, num_queries: int, length: int, is_causal: bool
+) -> torch.Tensor:
     """Mask and position bias [1 or B, H_q, S, T] as one mask; no mask means causal attention if `is_causal`."""
-    if bias is None:
-        return mask
     if mask is None and is_causal and num_queries > 1:
         mask = causal(num_queries, length, bias.device)
     if mask is None:

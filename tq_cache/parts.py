@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -101,7 +102,7 @@ class KVView:
     def sink_length(self) -> int:
         return 0 if self.sink_keys is None else self.sink_keys.shape[2]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Tokens in all."""
         return self.sink_length + self.packed_length + self.keys.shape[2]
@@ -109,7 +110,7 @@ class KVView:
     @property
     def is_exact(self) -> bool:
         """Whether the newest tokens, in the model's dtype, are all there is."""
-        return self.length == self.keys.shape[2]
+        return self.packed_length == 0 and self.sink_length == 0
 
 
 def map_tensors(parts: Parts, function: Callable[[torch.Tensor], torch.Tensor]) -> Parts:

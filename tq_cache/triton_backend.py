@@ -90,8 +90,8 @@ def takes_exact(query: torch.Tensor, view: KVView) -> bool:
 
 
 def _fits_decode(query: torch.Tensor, view: KVView) -> bool:
-    dims = query.shape[3], view.values.shape[3]
-    return query.shape[2] <= MAX_QUERIES and all(dim % 16 == 0 for dim in dims)
+    _, _, queries, dim = query.shape
+    return queries <= MAX_QUERIES and dim % 16 == 0 and view.values.shape[3] % 16 == 0
 
 
 def attend(
@@ -117,7 +117,7 @@ def attend(
         s_aux=sinks,
         causal=is_causal,
     )
-    key, value = (None if states is None else states_of(states) for states in (view.key, view.value))
+    key, value = view.key and states_of(view.key), view.value and states_of(view.value)
     query_, keys, values = query, view.keys, view.values
     if torch.is_grad_enabled():
         query_, keys, values = query.detach(), keys.detach(), values.detach()

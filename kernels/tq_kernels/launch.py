@@ -52,4 +52,4 @@ def signature(x: torch.Tensor) -> Signature:
 
 def aligned(*tensors: Any) -> tuple[bool | None, ...]:
     """Whether each tensor starts at a multiple of 16 bytes, None for None: part of a key."""
-    return tuple(None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors])
