@@ -369,6 +369,29 @@ def test_the_path_is_that_of_the_architecture_table():
     assert set(TARGETS) == set(ARCHITECTURES) - {"cpu"}
 
 
+def test_a_step_more_needs_no_other_kernel(monkeypatch):
+    """While the tail fills, and with every layer: launches are looked up by the same keys, so nothing compiles anew."""
+    pytest.importorskip("triton")
+    from tq_kernels import decode, decode_merge
+
+    from tq_cache.triton_backend import states_of
+
+    launched = []
+    for module in (decode, decode_merge):
+        monkeypatch.setattr(module, "launch", lambda kernel, key, grid, *args, **options: launched.append((key, grid)))
+    layers = [Case("tq4", tokens=tokens).view(dtype=torch.bfloat16) for tokens in (192, 192, 256)]
+    tail = torch.randn(2, 2, 1, 128, 64, dtype=torch.bfloat16)
+    for length in range(1, 65):
+        for view in layers[:2]:
+            keys, values = tail[:, :, :, :length]
+            states = states_of(view.key), states_of(view.value)
+            decode.decode(Case("tq4").query(dtype=torch.bfloat16), *states, keys, values, packed_length=192, scaling=1)
+    assert len(launched) == 2 * 2 * 64 and len(set(launched)) == 2
+    states = states_of(layers[2].key), states_of(layers[2].value)
+    decode.decode(Case("tq4").query(dtype=torch.bfloat16), *states, keys, values, packed_length=256, scaling=1)
+    assert len(set(launched)) > 2  # memory has grown: other strides
+
+
 # --- On CUDA ----------------------------------------------------------------------------------------------------------
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
