@@ -10,6 +10,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import ops
+from .compat import outside_graph
 from .handle import StaticHandle, attend_static, paired_view, plain
 from .masks import causal, with_bias, with_indices
 from .parts import KVView
@@ -46,34 +47,63 @@ def turboquant_attention(
         raise ValueError("expected sinks or s_aux, got both: they mean the same")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, StaticHandle):
-        if bias is not None:
-            mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
-        sinks = _sinks(sinks, s_aux)
-        return attend_static(query, key, mask, sinks, scaling, softcap).transpose(1, 2).contiguous(), None
-    view = paired_view(key, value)
-    if view is None or (view.is_exact and not _takes_exact(query, view)):
-        key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
-        if softcap is None and s_aux is None and bias is None and sinks is None:
-            if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
-                mask = causal(query.shape[2], key.shape[2], query.device)  # sdpa's own would align the first query
-            return sdpa_attention_forward(
-                *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
-            )
-        view = KVView(key, value)  # sdpa knows none of these
     if bias is not None:
-        mask = with_bias(mask, bias, query.shape[2], view.length, is_causal)
-    run = ops.implementation(view.backend, view.keys, view.values)
+        mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
     sinks = _sinks(sinks, s_aux)
-    out, _ = run.attend(query, view, mask, scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)
-    return out.transpose(1, 2).contiguous(), None
+    if isinstance(key, StaticHandle):
+        return _output(attend_static(query, key, mask, sinks, scaling, softcap))
+    view = paired_view(key, value)
+    if view is not None:
+        out = _attend_view(query, view, mask, scaling, softcap, sinks, is_causal)
+        if out is not None:
+            return _output(out)
+    key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
+    if softcap is None and bias is None and sinks is None:
+        if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
+            mask = causal(query.shape[2], key.shape[2], query.device)  # sdpa's own would align the first query
+        return sdpa_attention_forward(
+            *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
+        )
+    backend = "auto" if view is None else view.backend  # sdpa knows none of these
+    return _output(_attend(query, KVView(key, value, backend=backend), mask, scaling, softcap, sinks, is_causal))
 
 
-def _takes_exact(query: torch.Tensor, view: KVView) -> bool:
-    """Whether the operations take tokens that are all exact, too; they have no backward pass."""
-    needs_gradient = torch.is_grad_enabled() and query.requires_grad
+def _attend_view(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    is_causal: bool,
+) -> torch.Tensor | None:
+    """Attention [B, H_q, S, D_v] over what a cache holds; None where all of it is exact and sdpa is to be taken."""
+    if torch.compiler.is_compiling():
+        return outside_graph(_attend_view, query, view, mask, scaling, softcap, sinks, is_causal)
+    if view.is_exact:
+        needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
+        run = ops.implementation(view.backend, view.keys, view.values)
+        if needs_gradient or not run.takes_exact(query, view):
+            return None
+    return _attend(query, view, mask, scaling, softcap, sinks, is_causal)
+
+
+def _attend(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    is_causal: bool,
+) -> torch.Tensor:
     run = ops.implementation(view.backend, view.keys, view.values)
-    return not needs_gradient and run.takes_exact(query, view)
+    return run.attend(query, view, mask, scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)[0]
+
+
+def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """[B, H_q, S, D_v] as models want it, and no weights."""
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _sinks(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
 """What differs between the versions of transformers (5.17 to 5.23) and torch (2.11 to 2.13) supported, in one place."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ def exporting() -> bool:
     if COMPILING_LOOKS_LIKE_EXPORT and torch.compiler.is_dynamo_compiling():
         return False
     return torch.compiler.is_exporting()
+
+
+@torch.compiler.disable
+def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` as a break in the graph of torch.compile.
+
+    For what depends on lengths, or launches kernels: traced, it would be traced anew with every step.
+    """
+    return function(*args)
 
 
 def decoder_config(config: Any) -> PreTrainedConfig:

@@ -12,7 +12,7 @@ from transformers.cache_utils import (
 )
 
 from . import compiled  # noqa: F401  registers torch.ops.tq_cache
-from .compat import length_after_crop
+from .compat import length_after_crop, outside_graph
 from .handle import KVHandle, materialize, static_pair
 from .static_storage import StaticStorage
 from .storage import LayerStorage
@@ -51,6 +51,8 @@ class PackedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return outside_graph(PackedLayer.update, self, key_states, value_states)
         view = self.storage.append(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

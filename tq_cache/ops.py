@@ -43,7 +43,11 @@ def implementation(backend: str, keys: torch.Tensor, values: torch.Tensor) -> Mo
     """The module that computes the operations for such keys and values, [B, H_kv, T, D].
 
     `auto` takes the kernels wherever they run, else the reference; `triton` raises RuntimeError where they do not.
+    While torch.compile traces it is the reference, which it can follow: kernels are in its graphs as the operations of
+    `compiled`, and what is left are layers of transformers' own that sdpa cannot compute.
     """
+    if torch.compiler.is_compiling():
+        return reference
     return _implementation(backend, keys.device, keys.dtype, max(keys.shape[-1], values.shape[-1]))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -102,7 +101,7 @@ class KVView:
     def sink_length(self) -> int:
         return 0 if self.sink_keys is None else self.sink_keys.shape[2]
 
-    @cached_property
+    @property
     def length(self) -> int:
         """Tokens in all."""
         return self.sink_length + self.packed_length + self.keys.shape[2]
