@@ -52,9 +52,10 @@ def turboquant_attention(
     sinks = _sinks(sinks, s_aux)
     if isinstance(key, StaticHandle):
         return _output(attend_static(query, key, mask, sinks, scaling, softcap))
+    options = dict(mask=mask, scaling=scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)
     view = paired_view(key, value)
     if view is not None:
-        out = _attend_view(query, view, mask, scaling, softcap, sinks, is_causal)
+        out = _attend_view(query, view, options)
         if out is not None:
             return _output(out)
     key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
@@ -65,40 +66,24 @@ def turboquant_attention(
             *(module, query, key, value, mask), dropout=dropout, scaling=scaling, is_causal=is_causal
         )
     backend = "auto" if view is None else view.backend  # sdpa knows none of these
-    return _output(_attend(query, KVView(key, value, backend=backend), mask, scaling, softcap, sinks, is_causal))
+    return _output(_attend(query, KVView(key, value, backend=backend), options))
 
 
-def _attend_view(
-    query: torch.Tensor,
-    view: KVView,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    is_causal: bool,
-) -> torch.Tensor | None:
-    """Attention [B, H_q, S, D_v] over what a cache holds; None where all of it is exact and sdpa is to be taken."""
+def _attend_view(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor | None:
+    """As `_attend`, over what a cache holds; None where all of it is exact and sdpa is to be taken."""
     if torch.compiler.is_compiling():
-        return outside_graph(_attend_view, query, view, mask, scaling, softcap, sinks, is_causal)
+        return outside_graph(_attend_view, query, view, options)
     if view.is_exact:
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
         run = ops.implementation(view.backend, view.keys, view.values)
         if needs_gradient or not run.takes_exact(query, view):
             return None
-    return _attend(query, view, mask, scaling, softcap, sinks, is_causal)
+    return _attend(query, view, options)
 
 
-def _attend(
-    query: torch.Tensor,
-    view: KVView,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    is_causal: bool,
-) -> torch.Tensor:
-    run = ops.implementation(view.backend, view.keys, view.values)
-    return run.attend(query, view, mask, scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)[0]
+def _attend(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor:
+    """Attention [B, H_q, S, D_v]; `options` are those of `reference.attend`."""
+    return ops.implementation(view.backend, view.keys, view.values).attend(query, view, **options)[0]
 
 
 def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -103,8 +103,6 @@ class _Plan(NamedTuple):
     splits: int  # of packed tokens
     all_splits: int
     work: int  # elements
-    value_dim: int
-    blocks: int
     sizes: tuple[int, int]  # of sinks, residual length
     strides: tuple[tuple[int, ...], ...]
     numbers: tuple[int, int, int]  # of rotation, attention, merge: a kernel is compiled once for each number of its own
@@ -177,8 +175,8 @@ def decode(
         space = key.rotation, key.smooth, key.center
         arguments = (
             query, turned, space, (key.packed, *key.factors), (value.packed, *value.factors), tail, sinks, mask,
-            lengths, total, slots, work, plan.splits, packed_length, plan.blocks, keys.shape[2], plan.sizes, scales,
-            plan.strides,
+            lengths, total, slots, work, plan.splits, packed_length, key.layout.blocks, keys.shape[2],
+            plan.sizes, scales, plan.strides,
         )  # fmt: skip
         kernel = decode_kernel
     else:
@@ -241,17 +239,18 @@ def _plan(
     masks = (0, 0, 0, 0) if mask is None else mask.strides
     places = (key.places, value.places) if splits else ((), ())
     strides = (query.strides[:3], *places, *exact, masks)
-    # All for which Triton may compile anew.
-    alike = (kind, strides, sizes, keys.shape[2] if static else None, query.aligned, keys.aligned, values.aligned)
-    alike += (sinks and tuple(x.aligned for x in sinks), mask and (mask.dtype, mask.aligned), present)
-    alike += (key.aligned, value.aligned)
+    alike = (  # all for which Triton may compile anew
+        kind, strides, sizes, keys.shape[2] if static else None, query.aligned, keys.aligned, values.aligned,
+        sinks and tuple(x.aligned for x in sinks), mask and (mask.dtype, mask.aligned), present, key.aligned,
+        value.aligned,
+    )  # fmt: skip
     numbers = (
         number_of(("rotate", kind, query.strides, query.aligned, key.aligned)),
         number_of(("attend", alike)),
         number_of(("merge", kind, value.aligned, s_aux and s_aux[1:])),
     )
     work = batch * kv_heads * all_splits * columns * (value_dim + 1)
-    return _Plan(_launches(*kind), splits, all_splits, work, value_dim, key.blocks, sizes, strides, numbers)
+    return _Plan(_launches(*kind), splits, all_splits, work, sizes, strides, numbers)
 
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):

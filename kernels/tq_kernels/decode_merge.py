@@ -71,7 +71,7 @@ def merge_warps(splits: int, value_dim: int) -> int:
 def launch_merge(plan, work, query, value, s_aux):
     """Output and log-sum-exp of `decode`; `plan`, `work` and `s_aux` as there."""
     batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, plan.value_dim)
+    out = query.new_empty(batch, heads, queries, value.head_dim)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
     strides = (0, 0, 0) if s_aux is None else s_aux.stride()
     rotation, center = (value.rotation, value.center) if plan.splits else (None, None)

@@ -47,8 +47,8 @@ def _operands(table, kept):
 @triton.constexpr_function
 def _high_selectors():
     # Moves the high half of s to the low one, faster than a shift: where the GPU shifts it also permutes, but it
-    # multiplies elsewhere.  Times 1.0 keeps every float16 that is neither infinite nor NaN, and
-    # selectors are not, their bit 11 being 0.
+    # multiplies elsewhere.  Times 1.0 keeps every float16 that is neither infinite nor NaN, and selectors are not,
+    # their bit 11 being 0.
     return "{ .reg .b16 l, h, o; mov.b32 {l, h}, s; mov.b16 o, 0x3C00; mul.rn.f16 l, h, o; mov.b32 s, {l, l}; }"
 
 
