@@ -127,9 +127,8 @@ def prefill(model, cache, batch: int, tokens: int) -> tuple[float, int]:
 
 def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy: float) -> dict:
     config = model.config
-    if mode == "compiled":  # an eager row touches nothing of this: the pool of compilers would take the host's cores
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     gc.collect()
     torch.cuda.empty_cache()
     ttft = peak = None
@@ -151,8 +150,7 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
     if options.generate:
         row["generate_ms_per_token"] = round(generate_ms(model, name, mode, batch, tokens), 3)
         print(f"generate() {row['generate_ms_per_token']} ms a token: ", end="")
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values()) if mode == "compiled" else 0
-    if breaks:  # then it is no compiled step
+    if breaks := sum(torch._dynamo.utils.counters["graph_break"].values()):  # then it is no compiled step
         row["graph_breaks"] = breaks
         print(f"{breaks} graph breaks: ", end="")
     row |= dict(peak_bytes=peak, floor_ms=round((weights + size) / copy / 1e6, 3))
