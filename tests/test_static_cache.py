@@ -7,6 +7,8 @@ from architectures import build
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, CompileConfig
 
 from tq_cache import TurboQuantCache
+from tq_cache.attention import turboquant_attention
+from tq_cache.parts import tensors
 from tq_cache.presets import PRESETS
 from tq_cache.static_storage import StaticStorage
 from tq_cache.storage import UNLIMITED, LayerStorage
@@ -25,7 +27,6 @@ def add(storage: StaticStorage, keys: torch.Tensor, values: torch.Tensor) -> Non
         return
     held, calibration, total, spec = (getattr(storage.parts, n) for n in ("held", "calibration", "total", "spec"))
     torch.ops.tq_cache.update(keys, values, held, calibration, total, spec)
-    total.add_(1)
 
 
 @pytest.mark.parametrize("residual_length", [64, 128])
@@ -79,17 +80,80 @@ def test_addresses_stay(generator):
     assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
+def everything(storage: StaticStorage) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*storage.parts.held, storage.parts.total)]
+
+
 def test_nothing_is_written_past_the_end(generator):
     storage = StaticStorage(PRESETS["tq4"], 64, 150, "auto")
     add(storage, *random_pair(generator, 149))
-    before = [tensor.clone() for tensor in storage.parts.held]
+    before = everything(storage)
     with pytest.raises(ValueError, match="expected at most max_cache_len = 150 tokens, got 149 held and 2 new"):
         storage.append(*random_pair(generator, 2))
-    assert all(torch.equal(x, y) for x, y in zip(before, storage.parts.held, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(storage), strict=True))
     add(storage, *random_pair(generator, 1))
-    before = [tensor.clone() for tensor in storage.parts.held]
-    add(storage, *random_pair(generator, 1))  # a step of a captured graph cannot raise, but it writes nothing
-    assert all(torch.equal(x, y) for x, y in zip(before, storage.parts.held, strict=True))
+    before = everything(storage)
+    for _ in range(3):  # steps of a captured graph cannot raise, but they write and count nothing
+        add(storage, *random_pair(generator, 1))
+    assert storage.length == 150
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(storage), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_no_more_tokens_go_in_than_there_is_room_for(generator, tokens):
+    """One by one or several at once, without generate() and so without anybody who makes a mask."""
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=150, residual_length=64, skip_layers=())
+    cache.update(*random_pair(generator, 146), 0)
+    for _ in range(4 // tokens):
+        cache.update(*random_pair(generator, tokens), 0)
+    before = everything(cache.layers[0].storage)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"max_cache_len = 150 tokens, got 150 held and {tokens} new; make"):
+            cache.update(*random_pair(generator, tokens), 0)
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(cache.layers[0].storage), strict=True))
+    cache.reset()
+    cache.update(*random_pair(generator, 150), 0)
+    assert int(cache.get_seq_length()) == 150
+
+
+def test_a_graph_that_is_full_writes_nothing_and_the_next_call_outside_raises(generator):
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=150, residual_length=64, skip_layers=())
+    cache.update(*random_pair(generator, 148), 0)
+    query = torch.randn(2, 4, 1, 64, generator=generator)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(query, keys, values):
+        keys, values = cache.update(keys, values, 0)
+        return turboquant_attention(torch.nn.Module(), query, keys, values, None)[0]
+
+    for _ in range(2):
+        step(query, *random_pair(generator, 1))
+    before = everything(cache.layers[0].storage)
+    full = step(query, *random_pair(generator, 1))
+    assert int(cache.get_seq_length()) == 150 and full.isfinite().all()
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(cache.layers[0].storage), strict=True))
+    with pytest.raises(ValueError, match="max_cache_len = 150 tokens, got 150 held and 1 new"):
+        cache.update(*random_pair(generator, 1), 0)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda x: x.float(), lambda x: x[:, :1], lambda x: x[:1], lambda x: x[..., :32], lambda x: x[..., 0, :],
+], ids=["dtype", "KV heads", "batch", "head_dim", "rank"])  # fmt: skip
+@pytest.mark.parametrize("length", [None, 200], ids=["growing", "preallocated"])
+def test_tokens_that_do_not_fit_change_nothing(generator, length, wrong):
+    model = build("llama", "turboquant")
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=length, residual_length=64, skip_layers=())
+    cache.update(*(x.bfloat16() for x in random_pair(generator, 100)), 0)
+    before = cache.layers[0].storage.view()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected keys"):
+            cache.update(*(wrong(x.bfloat16()) for x in random_pair(generator, 1)), 0)
+    after = cache.layers[0].storage.view()
+    assert before.length == after.length == 100
+    assert all(torch.equal(x, y) for x, y in zip(tensors(before), tensors(after), strict=True))
 
 
 def test_selects_sequences_in_place(generator):

@@ -8,9 +8,10 @@ import torch
 from . import ops
 from .handle import materialize as dequantized
 from .static_parts import StaticParts, StaticSpec
+from .storage import check_states
 
 
-@torch.library.custom_op("tq_cache::update", mutates_args=("held",))
+@torch.library.custom_op("tq_cache::update", mutates_args=("held", "total"))
 def update(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -19,11 +20,13 @@ def update(
     total: torch.Tensor,
     spec: str,
 ) -> None:
-    """Write one token, [B, H_kv, 1, D] each, as token `total`; packs a block first where the ring is full.
+    """Write one token, [B, H_kv, 1, D] each, as token `total`, and count it; packs a block first where the ring is full.
 
-    Writes nothing when `total` is the most there is room for.
+    Writes nothing, and counts nothing, when `total` is the most there is room for: a step of a captured graph cannot
+    raise.  Raises ValueError, before anything changes, unless shapes and dtypes are those held.
     """
     parts = StaticParts(spec, held, calibration, total)
+    check_states(keys, values, parts.ring)
     ops.implementation(StaticSpec.parse(spec).backend, *parts.ring).update_static(parts, keys, values)
 
 

@@ -112,9 +112,9 @@ class PackedStaticLayer(PackedLayer):
         parts = self.storage.parts
         if parts is None or key_states.shape[2] > 1:
             return super().update(key_states, value_states)
+        self.storage.admit(key_states, value_states)
         held, calibration, total, spec = parts.held, parts.calibration, parts.total, parts.spec
         torch.ops.tq_cache.update(key_states, value_states, held, calibration, total, spec)
-        total.add_(1)
         if self.config._attn_implementation == ATTENTION_NAME:
             return static_pair(held, calibration, total, spec)
         return (

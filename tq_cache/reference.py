@@ -54,9 +54,9 @@ def append(
 
 
 def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write one token, [B, H_kv, 1, D] each, at its place; see `compiled.update`."""
+    """Write one token, [B, H_kv, 1, D] each, at its place, and count it; see `compiled.update`."""
     spec, total, slots = StaticSpec.parse(parts.spec), int(parts.total), parts.held[0].shape[2]
-    if total == spec.max_length:
+    if total >= spec.max_length:
         return
     packed = packed_tokens(total, spec.residual_length)
     if packed_tokens(total + 1, spec.residual_length) > packed:
@@ -64,6 +64,7 @@ def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) 
         oldest = slice(start, start + BLOCK_TOKENS)
         store_pair(key, value, parts.held[0][:, :, oldest], parts.held[1][:, :, oldest], packed)
     append(keys, values, *parts.ring, total % slots)
+    parts.total.add_(1)
 
 
 def attend_static(

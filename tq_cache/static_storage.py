@@ -37,6 +37,8 @@ class StaticStorage:
         self.spec = StaticSpec(preset, residual_length, max_length, backend)
         self.given_scales = dict(given_scales or {})
         self.parts: StaticParts | None = None
+        # The device counts tokens.  There are at most so many, unless a graph adds some, of which Python hears nothing.
+        self._at_most: int | None = 0
 
     @property
     def length(self) -> int:
@@ -66,6 +68,31 @@ class StaticStorage:
         """Bytes of every tensor held, room for coming tokens included."""
         return 0 if self.parts is None else sum(t.nbytes for t in (*self.parts.held, *self.parts.calibration))
 
+    def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise ValueError, changing nothing, unless these tokens fit what is held, and there is room for them.
+
+        In a graph the operations check shapes, and nobody asks for room: there a step without any writes nothing, and
+        the next one outside raises.
+        """
+        if torch.compiler.is_compiling():
+            self._at_most = None
+            return
+        check_states(keys, values, None if self.parts is None else self.parts.ring)
+        if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._at_most = None
+            return
+        count, most = keys.shape[2], self.spec.max_length
+        if self._at_most is not None and self._at_most + count <= most:
+            self._at_most += count
+            return
+        held = self.length
+        if held + count > most:
+            raise ValueError(
+                f"expected at most max_cache_len = {most} tokens, got {held} held and {count} new; "
+                "make the cache with a larger max_cache_len"
+            )
+        self._at_most = None if self._at_most is None else held + count
+
     def view(self) -> KVView:
         """Everything held, as it is now; raises ValueError on an empty storage.  Waits for the device."""
         if self.parts is None:
@@ -77,7 +104,7 @@ class StaticStorage:
 
         Raises ValueError, before anything changes, also when there is no room.
         """
-        check_states(keys, values, None if self.parts is None else self.parts.ring)
+        self.admit(keys, values)
         if self.parts is None:
             check_packable(keys, values, self.given_scales)
         with torch.inference_mode(False), torch.no_grad():
@@ -86,11 +113,6 @@ class StaticStorage:
             else:
                 old = self.parts.view()  # waits for the device, once
             length, total = old.length, old.length + keys.shape[2]
-            if total > self.spec.max_length:
-                raise ValueError(
-                    f"expected at most max_cache_len = {self.spec.max_length} tokens, got {length} held and "
-                    f"{keys.shape[2]} new; make the cache with a larger max_cache_len"
-                )
             if length == 0:
                 self._start(keys.detach(), values.detach())
             elif total <= self.spec.residual_length:  # nothing is packed or wraps: no copy of what is held
@@ -150,6 +172,7 @@ class StaticStorage:
         """Forget every token, and keep the memory."""
         if self.parts is not None:
             self.parts.total.zero_()
+        self._at_most = None if self._at_most is None else 0
 
     def crop(self, length: int) -> None:
         """Raises NotImplementedError unless nothing, or everything, is removed."""

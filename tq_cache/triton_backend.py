@@ -163,6 +163,7 @@ def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) 
             *(keys.detach(), values.detach(), states_of(key), states_of(value), parts.ring, parts.total),
             *(spec.residual_length, spec.max_length),
         )
+        parts.total.add_(1).clamp_(max=spec.max_length)  # behind the kernel, whose programs all read it
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
