@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from measure import best_sdpa, copy_gb_s, microseconds, table_line, write
 
-from tq_cache import reference
-from tq_cache.parts import Calibration, KVView, PackedStates
-from tq_cache.presets import PRESETS, Preset
-from tq_cache.triton_backend import attend
+from tq_cache.backends import reference
+from tq_cache.backends.triton import attend
+from tq_cache.formats.presets import PRESETS, Preset
+from tq_cache.formats.states import Calibration, KVView, PackedStates
 
 NAMES = ("fp8_e4m3", "fp8_e5m2", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc", "tq4", "tq3", "tq2")
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 128), (28, 4, 128), (32, 32, 64), (16, 2, 256))

@@ -11,8 +11,8 @@ from decode import make_states
 from measure import microseconds
 from tq_kernels.decode import decode
 
-from tq_cache.presets import PRESETS
-from tq_cache.triton_backend import states_of
+from tq_cache.backends.triton import states_of
+from tq_cache.formats.presets import PRESETS
 
 SHAPES = ((1, 1024), (1, 32768), (8, 32768), (1, 131072), (32, 4096))
 FORMATS = ("exact", "4bit_nc", "tq3", "fp8_e4m3")

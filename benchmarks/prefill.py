@@ -21,10 +21,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.prefill import prefill
 
-from tq_cache import quantizers
-from tq_cache.parts import PackedStates
-from tq_cache.presets import PRESETS
-from tq_cache.triton_backend import states_of
+from tq_cache.backends import quantizers
+from tq_cache.backends.triton import states_of
+from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import PackedStates
 
 HEADS = dict(q_heads=32, kv_heads=8, head_dim=128)
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc", "tq4", "tq3", "tq2")

@@ -14,10 +14,10 @@ from measure import copy_gb_s, machine, microseconds, write
 from tq_kernels.append import append
 from tq_kernels.quantize import quantize
 
-from tq_cache import reference
-from tq_cache.parts import PackedStates
-from tq_cache.presets import PRESETS
-from tq_cache.triton_backend import states_of
+from tq_cache.backends import reference
+from tq_cache.backends.triton import states_of
+from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import PackedStates
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tq_cache.demo import EMBEDDED_MODEL, load_model
+from tq_cache.tools.runs import EMBEDDED_MODEL, load_model
 
 
 @pytest.fixture

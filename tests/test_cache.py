@@ -1,10 +1,6 @@
 """The cache as transformers and users see it: contract, bytes, what a step allocates, bad input."""
 
-import ast
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, MambaConfig, PreTrainedConfi
 
 import tq_cache
 from tq_cache import PRESETS, TurboQuantCache
-from tq_cache.handle import KVHandle
-from tq_cache.layers import PackedHybridLayer
+from tq_cache.hf.handles import KVHandle
+from tq_cache.hf.layers import PackedHybridLayer
 
 # Bytes of a packed token of one KV head at D = 128 (the design's table; float8 without its per-head scale).
 TOKEN_BYTES = {
@@ -329,39 +325,6 @@ def test_unsupported_attention_arguments_raise():
     cache = TurboQuantCache(model.config, residual_length=0, skip_layers=())
     with pytest.raises(ValueError, match="output_attentions"):
         model(**prompt(model), past_key_values=cache, output_attentions=True)
-
-
-# ---------------------------------------------------------------------------------------------------------- house
-
-
-def test_import_is_light():
-    code = "import sys, tq_cache; print(sorted({'tq_kernels', 'matplotlib', 'typer'} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports: `x.y` for absolute ones, `.y` for its own package's."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            prefix = "." * node.level + (node.module or "")
-            found |= {prefix} if node.module else {prefix + alias.name for alias in node.names}
-    return found
-
-
-def test_import_rules():
-    package = {path.stem: imports(path) for path in Path(tq_cache.__file__).parent.glob("*.py")}
-    kernels_of = {name for name, found in package.items() if any(x.startswith("tq_kernels") for x in found)}
-    assert kernels_of == {"triton_backend"}  # which `ops` imports, when it is first needed
-    assert not {name for name, found in package.items() if ".triton_backend" in found}
-    assert not {name for name, found in package.items() if any(x.split(".")[0] == "triton" for x in found)}
-    assert not any("torch" in x for x in package["policy"])
-    assert not (package["reference"] | package["quantizers"]) & {".cache", ".layers", ".storage", "transformers"}
-    kernels = [imports(path) for path in (Path(__file__).parent.parent / "kernels/tq_kernels").glob("*.py")]
-    allowed = {"torch", "triton"} | sys.stdlib_module_names
-    assert all(x.startswith(".") or x.split(".")[0] in allowed for found in kernels for x in found)
 
 
 def test_public_names():

@@ -12,16 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
-from tq_cache import PRESETS, TurboQuantCache, hardware, packing, scales
-from tq_cache.checkpoint import find_folder, read_declaration, scale_tensors
-from tq_cache.cli import app
-from tq_cache.demo import EMBEDDED_MODEL, encode, generate, make_cache
-from tq_cache.evaluate import EvalSettings, evaluate
-from tq_cache.geometry import load_config
-from tq_cache.hardware import ARCHITECTURES
-from tq_cache.packing import BLOCK_TOKENS
-from tq_cache.parts import PackedStates
-from tq_cache.tasks import heldout_text
+from tq_cache import PRESETS, TurboQuantCache
+from tq_cache.backends import hardware
+from tq_cache.backends.hardware import ARCHITECTURES
+from tq_cache.checkpoint import scales
+from tq_cache.checkpoint.declaration import find_folder, read_declaration, scale_tensors
+from tq_cache.formats import packing
+from tq_cache.formats.packing import BLOCK_TOKENS
+from tq_cache.formats.states import PackedStates
+from tq_cache.planning.geometry import load_config
+from tq_cache.tools.cli import app
+from tq_cache.tools.evaluate import EvalSettings, evaluate
+from tq_cache.tools.runs import EMBEDDED_MODEL, encode, generate, make_cache
+from tq_cache.tools.tasks import heldout_text
 
 LAYERS, HEADS, DIM = 6, 2, 32
 FLOAT8_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import tq_cache
 from tq_cache import PRESETS
-from tq_cache.cli import app, parse_presets, parse_skip_layers
-from tq_cache.demo import EMBEDDED_MODEL
+from tq_cache.tools.cli import app, parse_presets, parse_skip_layers
+from tq_cache.tools.runs import EMBEDDED_MODEL
 
 
 def run(*arguments: object, code: int = 0):
@@ -123,7 +123,7 @@ def test_warnings_are_one_line():
 def test_module_runs_and_import_stays_light():
     code = (
         "import sys, tq_cache; "
-        "assert not {'typer', 'matplotlib', 'tq_cache.cli', 'tq_cache.evaluate', 'tq_cache.demo'} & set(sys.modules); "
+        "assert not {'typer', 'matplotlib', 'tq_cache.tools', 'tq_kernels'} & set(sys.modules); "
         "import runpy; sys.argv = ['tq-cache', '--help']; runpy.run_module('tq_cache', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tq_cache.codebook import GAUSSIAN, UNIFORM, Codebook
+from tq_cache.formats.codebook import GAUSSIAN, UNIFORM, Codebook
 
 CODEBOOKS = [*GAUSSIAN.values(), *UNIFORM.values()]
 # Distortion of the unrestricted optimum for N(0, 1): Max 1960, table I.

@@ -10,7 +10,7 @@ from architectures import build
 from torch.nn import Module
 from transformers import AttentionInterface
 
-from tq_cache import TurboQuantCache, ops
+from tq_cache import TurboQuantCache, backends
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_what_sdpa_cannot_compute_is_traced_in_plain_pytorch(options, monkeypatc
     def kernels(*_):
         raise AssertionError("expected the reference")
 
-    monkeypatch.setattr(ops, "_implementation", kernels)
+    monkeypatch.setattr(backends, "_implementation", kernels)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     out, _ = compiled(module, query, keys, values, mask, **options)
     assert torch.allclose(out, expected, atol=1e-6)

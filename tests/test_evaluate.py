@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from tq_cache import TurboQuantCache
-from tq_cache.demo import demo_case, encode, generate, load_model, make_cache, run_demo
-from tq_cache.evaluate import EvalSettings, decode_logits, evaluate, recalls, steps, text_scores
+from tq_cache.tools.evaluate import EvalSettings, decode_logits, evaluate, recalls, steps, text_scores
+from tq_cache.tools.runs import demo_case, encode, generate, load_model, make_cache, run_demo
 
 SKIP = ("sliding_window",)
 

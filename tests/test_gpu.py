@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tq_cache import PRESETS, TurboQuantCache
-from tq_cache.demo import EMBEDDED_MODEL, load_model
-from tq_cache.tasks import build_case
+from tq_cache.tools.runs import EMBEDDED_MODEL, load_model
+from tq_cache.tools.tasks import build_case
 
 pytestmark = [
     pytest.mark.gpu,

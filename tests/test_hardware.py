@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tq_cache.hardware import ARCHITECTURES, FP8_DOT, FP16_DOT, OCP, REFERENCE, detect, nvidia
+from tq_cache.backends.hardware import ARCHITECTURES, FP8_DOT, FP16_DOT, OCP, REFERENCE, detect, nvidia
 
 
 def test_cpu_runs_the_reference():

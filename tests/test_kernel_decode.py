@@ -11,11 +11,11 @@ import pytest
 import torch
 from kernel_harness import DTYPES, SHARED, TARGETS, compile_kernel, print_line, relative_error, run_script
 
-from tq_cache import reference
-from tq_cache.parts import KVView, map_tensors
-from tq_cache.presets import FORMATS, PRESETS, Preset
-from tq_cache.static_storage import StaticStorage
-from tq_cache.storage import LayerStorage
+from tq_cache.backends import reference
+from tq_cache.formats.presets import FORMATS, PRESETS, Preset
+from tq_cache.formats.states import KVView, map_tensors
+from tq_cache.storage.growing import LayerStorage
+from tq_cache.storage.preallocated import StaticStorage
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def run_kernel(case, view, query, mask, options, **choices):
     """`decode` on a view, as the sheet of operations calls it, with other choices."""
     from tq_kernels.decode import decode
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     return decode(
         query,
@@ -162,7 +162,7 @@ def static_storage(preset, residual_length, chunks, device="cpu", dtype=torch.fl
 
 def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.float32):
     """Relative error of attention over a preallocated layer, without and with a padding mask."""
-    from tq_cache.triton_backend import attend_static
+    from tq_cache.backends.triton import attend_static
 
     storage = static_storage(preset, residual_length, chunks, device, dtype)
     query = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -176,7 +176,7 @@ def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.fl
 
 def compare_exact(tokens, queries, device="cpu", dtype=torch.float32):
     """Relative error of attention where nothing is packed, against sdpa in float64; causal, then with a mask."""
-    from tq_cache.triton_backend import attend
+    from tq_cache.backends.triton import attend
 
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 8, queries, 64), (2, 2, tokens, 64), (2, 2, tokens, 48))
@@ -268,7 +268,7 @@ def _compile(target, dtype, key, value):
     from tq_kernels.scores import FULL_MASK
     from tq_kernels.tuning import EXACT_BESIDE, choose, exact_steps
 
-    from tq_cache.triton_backend import coding_of
+    from tq_cache.backends.triton import coding_of
 
     backend, arch, _ = TARGETS[target]
     path = decode.choose_path(DTYPES[dtype], divmod(arch, 10) if backend == "cuda" else None)
@@ -361,7 +361,7 @@ def test_the_path_is_that_of_the_architecture_table():
     pytest.importorskip("triton")
     from tq_kernels.decode import choose_path
 
-    from tq_cache.hardware import ARCHITECTURES, FP8_DOT
+    from tq_cache.backends.hardware import ARCHITECTURES, FP8_DOT
 
     for name, (backend, arch, _) in TARGETS.items():
         path = choose_path(torch.bfloat16, divmod(arch, 10) if backend == "cuda" else None)
@@ -374,7 +374,7 @@ def test_a_step_more_needs_no_other_kernel(monkeypatch):
     pytest.importorskip("triton")
     from tq_kernels import decode, decode_merge
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     launched = []
     for module in (decode, decode_merge):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
 
-from tq_cache import quantizers
-from tq_cache.parts import PackedStates
-from tq_cache.presets import FORMATS
+from tq_cache.backends import quantizers
+from tq_cache.formats.presets import FORMATS
+from tq_cache.formats.states import PackedStates
 
 ALL = [(role, name) for role, formats in FORMATS.items() for name, fmt in formats.items() if fmt.scale != "per_token"]
 
@@ -54,7 +54,7 @@ CASES = {f"{role} {name}": Case(role, name) for role, name in ALL} | {
 def run_kernel(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
     from tq_kernels.dequantize import dequantize
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     return dequantize(states_of(states), length, dtype, value=states.role == "value")
 
@@ -97,7 +97,7 @@ def compile_all(target: str, full: str) -> None:
 def _compile(target, role, fmt, dtype, dim):
     from tq_kernels import dequantize
 
-    from tq_cache.triton_backend import coding_of
+    from tq_cache.backends.triton import coding_of
 
     backend, arch, _ = TARGETS[target]
     factor = "*fp32" if fmt.bits == 8 else "*fp16"

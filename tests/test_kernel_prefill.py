@@ -11,9 +11,9 @@ import pytest
 import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, relative_error, run_script
 
-from tq_cache import quantizers, reference
-from tq_cache.parts import KVView, PackedStates
-from tq_cache.presets import resolve_preset
+from tq_cache.backends import quantizers, reference
+from tq_cache.formats.presets import resolve_preset
+from tq_cache.formats.states import KVView, PackedStates
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc", "tq4", "tq3", "tq2")
 
@@ -109,7 +109,7 @@ def run_kernel(case: Case, query: torch.Tensor, view: KVView, *, mask, softcap, 
     """`prefill` on a view, as the sheet of operations calls it."""
     from tq_kernels.prefill import prefill
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     return prefill(
         query,
@@ -203,7 +203,7 @@ def _compile(target, kernel, preset, dtype):
     """
     from tq_kernels import prefill, tiled_mask
 
-    from tq_cache.triton_backend import coding_of
+    from tq_cache.backends.triton import coding_of
 
     backend, arch, _ = TARGETS[target]
     nvidia, single = backend == "cuda", dtype == "fp32"

@@ -10,9 +10,10 @@ import pytest
 import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
-from tq_cache import packing, reference
-from tq_cache.parts import PackedStates
-from tq_cache.presets import PRESETS, Preset, get_format
+from tq_cache.backends import reference
+from tq_cache.formats import packing
+from tq_cache.formats.presets import PRESETS, Preset, get_format
+from tq_cache.formats.states import PackedStates
 
 ROLES = ("key", "value")
 
@@ -100,7 +101,7 @@ def run(pairs: list, calls: list[tuple[int, int]], store_all) -> None:
 def store_kernel(pairs: list, start: int) -> None:
     from tq_kernels.quantize import quantize
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     (key, keys), (value, values) = pairs
     quantize(states_of(key), states_of(value), keys, values, start)
@@ -189,7 +190,7 @@ REPRESENTATIVE = {"sm_90": ("tq4", "bf16")}
 def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
     from tq_kernels.quantize import _quantize_kernel, choose
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     pairs = [Case(preset, dim=dim).make(role, "cpu", DTYPES[dtype]) for role in ROLES]
     key, value = (states_of(states) for states, _ in pairs)
@@ -252,7 +253,7 @@ def test_compiles_every_format(target):
 
 
 def small(**changes):
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     pairs = [Case("tq4", ends=(64,)).make(role, "cpu", torch.float32) for role in ROLES]
     arguments = dict(zip(("key", "value"), (states_of(states) for states, _ in pairs), strict=True))

@@ -6,16 +6,16 @@ import pytest
 import torch
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
-from tq_cache import reference
-from tq_cache.presets import PRESETS
-from tq_cache.static_storage import StaticStorage
+from tq_cache.backends import reference
+from tq_cache.formats.presets import PRESETS
+from tq_cache.storage.preallocated import StaticStorage
 
 NAMES = ("fp8_e5m2", "k8v4", "3bit_nc", "tq4")
 
 
 def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
     """Shares of ring elements, of bytes of packed tokens and of scales that differ after steps over a full ring."""
-    from tq_cache.triton_backend import update_static
+    from tq_cache.backends.triton import update_static
 
     ours, theirs = (StaticStorage(PRESETS[preset], 64, 132, "reference") for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def compile_all(target, *presets):
     from tq_kernels.quantize import choose
     from tq_kernels.update import _update_kernel
 
-    from tq_cache.triton_backend import states_of
+    from tq_cache.backends.triton import states_of
 
     backend, arch, _ = TARGETS[target]
     for dtype in DTYPES:

@@ -6,7 +6,7 @@ from architectures import build
 from transformers import DynamicCache, StaticCache
 
 from tq_cache import TurboQuantCache
-from tq_cache.masks import turboquant_mask
+from tq_cache.hf.masks import turboquant_mask
 
 
 def mask_for(queries: int, keys: int, **changes) -> torch.Tensor | None:

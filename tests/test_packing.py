@@ -1,10 +1,10 @@
-"""Bit layouts: exact round trips, and every bit where the drawing in `tq_cache/packing.py` puts it."""
+"""Bit layouts: exact round trips, and every bit where the drawing in `tq_cache/formats/packing.py` puts it."""
 
 import pytest
 import torch
 
-from tq_cache.codebook import GAUSSIAN
-from tq_cache.packing import BLOCK_TOKENS, pack, packed_bytes, unpack
+from tq_cache.formats.codebook import GAUSSIAN
+from tq_cache.formats.packing import BLOCK_TOKENS, pack, packed_bytes, unpack
 
 BITS = (2, 3, 4, 8)
 # Head dims and block widths, most of them no powers of two.

@@ -7,9 +7,9 @@ from transformers import DynamicCache, LlamaConfig, T5Config
 
 from tq_cache import TurboQuantCache
 from tq_cache.compat import layer_kinds
-from tq_cache.geometry import load_config, model_geometry
-from tq_cache.plan import MOST_TOKENS, PlanSettings, cache_bytes, longest_context, parse_memory, plan_memory
-from tq_cache.presets import PRESETS, resolve_preset
+from tq_cache.formats.presets import PRESETS, resolve_preset
+from tq_cache.planning.geometry import load_config, model_geometry
+from tq_cache.planning.memory import MOST_TOKENS, PlanSettings, cache_bytes, longest_context, parse_memory, plan_memory
 from tq_cache.report import held_bytes
 
 # GQA, MQA, latents, sliding windows, recurrent hybrids, shared layers, wide global heads, encoder-like field names

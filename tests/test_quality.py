@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq_cache.evaluate import EvalSettings, evaluate
+from tq_cache.tools.evaluate import EvalSettings, evaluate
 
 EVERYTHING_PACKED = dict(residual_length=0, skip_layers=(), boundary_layers=0)
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from tq_cache import reference
-from tq_cache.codebook import Codebook
-from tq_cache.packing import BLOCK_TOKENS
-from tq_cache.parts import Calibration, PackedStates
-from tq_cache.presets import FORMATS, Format
-from tq_cache.rotation import rotate
+from tq_cache.backends import reference
+from tq_cache.formats.codebook import Codebook
+from tq_cache.formats.packing import BLOCK_TOKENS
+from tq_cache.formats.presets import FORMATS, Format
+from tq_cache.formats.rotation import rotate
+from tq_cache.formats.states import Calibration, PackedStates
 
 PLAIN = Calibration()
 ALL_FORMATS = [(role, fmt) for role, formats in FORMATS.items() for fmt in formats.values()]

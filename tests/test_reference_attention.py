@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from tq_cache import reference
-from tq_cache.handle import materialize
-from tq_cache.packing import BLOCK_TOKENS
-from tq_cache.parts import KVView
-from tq_cache.presets import PRESETS
-from tq_cache.storage import LayerStorage
+from tq_cache.backends import reference
+from tq_cache.formats.packing import BLOCK_TOKENS
+from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import KVView
+from tq_cache.hf.handles import materialize
+from tq_cache.storage.growing import LayerStorage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

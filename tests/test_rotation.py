@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from tq_cache.rotation import (
+from tq_cache.formats.rotation import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
     check_head_dim,

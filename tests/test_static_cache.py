@@ -7,11 +7,11 @@ from architectures import build
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, CompileConfig
 
 from tq_cache import TurboQuantCache
-from tq_cache.attention import turboquant_attention
-from tq_cache.parts import tensors
-from tq_cache.presets import PRESETS
-from tq_cache.static_storage import StaticStorage
-from tq_cache.storage import UNLIMITED, LayerStorage
+from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import tensors
+from tq_cache.hf.attention import turboquant_attention
+from tq_cache.storage.growing import UNLIMITED, LayerStorage
+from tq_cache.storage.preallocated import StaticStorage
 
 CHUNKS = (100, 1, 1, 150, *[1] * 140, 60, 1)
 

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 
-from tq_cache import packing, reference
-from tq_cache.handle import materialize
-from tq_cache.packing import BLOCK_TOKENS
-from tq_cache.parts import PackedStates
-from tq_cache.presets import PRESETS
-from tq_cache.storage import LayerStorage
+from tq_cache.backends import reference
+from tq_cache.formats import packing
+from tq_cache.formats.packing import BLOCK_TOKENS
+from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import PackedStates
+from tq_cache.hf.handles import materialize
+from tq_cache.storage.growing import LayerStorage
 
 HEADS = 2
 

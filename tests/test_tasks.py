@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 import tq_cache
-from tq_cache.tasks import KINDS, Case, build_case, heldout_text, make_task, story, story_text
+from tq_cache.tools.tasks import KINDS, Case, build_case, heldout_text, make_task, story, story_text
 
 EMBEDDED = Path(tq_cache.__file__).parent / "embedded"
 # The embedded model was trained on these texts: a changed word or template shows here.

@@ -9,11 +9,11 @@ Importing registers the attention function "turboquant" and its mask function, a
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import turboquant_attention
 from .cache import TurboQuantCache
-from .layers import ATTENTION_NAME
-from .masks import turboquant_mask
-from .presets import FORMATS, PRESETS
+from .formats.presets import FORMATS, PRESETS
+from .hf.attention import turboquant_attention
+from .hf.layers import ATTENTION_NAME
+from .hf.masks import turboquant_mask
 from .report import CacheReport
 
 __version__ = "0.1.0"

@@ -1,5 +1,5 @@
 """`python -m tq_cache`: the command line."""
 
-from .cli import app
+from .tools.cli import app
 
 app(prog_name="tq-cache")

@@ -9,21 +9,21 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .backends import backend_for, check_backend
+from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
-from .layers import (
+from .formats.presets import Preset, resolve_preset
+from .hf.layers import (
     PackedHybridLayer,
     PackedIndexedLayer,
     PackedLayer,
     PackedStaticHybridLayer,
     PackedStaticLayer,
 )
-from .ops import backend_for, check_backend
-from .policy import INDEXED, PACKABLE, LayerPlan, plan_layers
-from .presets import Preset, resolve_preset
+from .planning.layers import INDEXED, PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
-from .scales import GivenScale, resolve_scales
-from .static_storage import StaticStorage
-from .storage import UNLIMITED, LayerStorage, round_up
+from .storage.growing import UNLIMITED, LayerStorage, round_up
+from .storage.preallocated import StaticStorage
 
 
 class TurboQuantCache(DynamicCache):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .layers import PackedLayer
-from .policy import LayerPlan
-from .presets import Preset, Role
-from .scales import RoleScales
+from .checkpoint.scales import RoleScales
+from .formats.presets import Preset, Role
+from .hf.layers import PackedLayer
+from .planning.layers import LayerPlan
 
 
 @dataclass(frozen=True)

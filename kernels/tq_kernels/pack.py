@@ -1,4 +1,4 @@
-"""Codes to packed words, and packed words to memory (the bits are drawn in `tq_cache/packing.py`).
+"""Codes to packed words, and packed words to memory (the bits are drawn in `tq_cache/formats/packing.py`).
 
 A word of a packed row of n codes holds codes part * n / PARTS + 4 * word + i, i = 0..3, of all PARTS parts of the row.
 Rows (tokens) of values and columns (channels) of keys are ordered so that the codes of one word meet in one thread or
@@ -46,7 +46,7 @@ def row_place(row, BITS: tl.constexpr, ROTATED: tl.constexpr):
 
 @triton.jit
 def _place(index, sign, part, i, BITS: tl.constexpr, PLANE: tl.constexpr):
-    """What codes put into their word of a plane (drawn in `tq_cache/packing.py`), all else zero."""
+    """What codes put into their word of a plane (drawn in `tq_cache/formats/packing.py`), all else zero."""
     if BITS == 4:
         return (index << (16 * part + 4 * i)) | (sign << (8 * i + 7 - 4 * part))
     elif BITS == 2:

@@ -1,7 +1,7 @@
 """Small device functions that the kernels share: packed rows, codes to numbers, operands of the tensor cores.
 
-Packed rows (drawn in `tq_cache/packing.py`) come in parts: the whole row for 8 bits, its two halves for 4 bits, its
-four quarters for 3 and 2 bits.  A decoder takes bytes of a tile of rows, uint8 [R, W], and returns one part of it as
+Packed rows (drawn in `tq_cache/formats/packing.py`) come in parts: the whole row for 8 bits, its halves for 4 bits, its
+quarters for 3 and 2 bits.  A decoder takes bytes of a tile of rows, uint8 [R, W], and returns one part of it as
 e4m3 bytes, uint8 [R, W].  Each has two forms, chosen by `PTX`: inline assembly, where one byte-permute looks up four
 codes, and plain Triton, for the interpreter and for AMD.  `TABLE` is the eight table bytes as two words (low, high).
 """

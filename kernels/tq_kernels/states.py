@@ -58,7 +58,7 @@ class States(_Tensors):
     """Packed keys, or values.
 
     packed:     uint8 [B, H_kv, blocks, 8 * D * bits], contiguous in the last two dimensions, bits as drawn in
-                `tq_cache/packing.py`
+                `tq_cache/formats/packing.py`
     scale:      float16 [B, H_kv, blocks * 64], contiguous in the last dimension, or None (float8)
     zero:       float16, likewise (MIN_MAX), or None
     center:     float32 [B, H_kv, 1, D] contiguous, or None

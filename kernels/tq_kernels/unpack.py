@@ -1,6 +1,6 @@
 """Packed rows to numbers, in registers: what prefill and dequantise share.
 
-Rows are drawn in `tq_cache/packing.py`.  They come in parts: whole, halves (4 bits) or quarters (3 and 2 bits), which
+Rows are drawn in `tq_cache/formats/packing.py`.  They come in parts: whole, halves (4 bits) or quarters (3, 2), which
 a decoder puts side by side.  So a tile of keys is [tokens, channels] with every part of a row padded to `width`
 columns (`key_channels` says which channel a column is), and a tile of values is [channels, tokens] with the tokens in
 the order of `tile_order`.  Numbers are float16, in which every code is exact, before scale and zero.

@@ -1,4 +1,4 @@
-"""Train the embedded model of tq_cache from text that ``tq_cache/tasks.py`` makes.
+"""Train the embedded model of tq_cache from text that ``tq_cache/tools/tasks.py`` makes.
 
 One command, no downloads, one GPU::
 

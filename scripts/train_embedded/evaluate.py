@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tq_cache import tasks
+from tq_cache.tools import tasks
 
 EVAL_LENGTHS = (1024, 2048, 4096)
 EVAL_CASES = 220

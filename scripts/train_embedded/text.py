@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tq_cache import tasks
+from tq_cache.tools import tasks
 
 from .settings import BATCH_TOKENS, EOS, POSITIONS, STAGES, VOCAB, W_ANSWER, W_FACT, W_QUESTION, W_STORY
 

@@ -85,7 +85,7 @@ class KVView:
     sink_keys, sink_values: [B, H_kv, n, D] in the model's dtype, or None
     key, value:             packed states, of which the first `packed_length` tokens count, or None
     keys, values:           [B, H_kv, T, D], the newest tokens in the model's dtype, those of this update included
-    backend:                who computes on it, see `ops`
+    backend:                who computes on it, see `backends`
     """
 
     keys: torch.Tensor

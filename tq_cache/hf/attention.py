@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import ops
-from .compat import outside_graph
-from .handle import StaticHandle, attend_static, paired_view, plain
+from .. import backends
+from ..compat import outside_graph
+from ..formats.states import KVView
+from .handles import StaticHandle, attend_static, paired_view, plain
 from .masks import causal, with_bias, with_indices
-from .parts import KVView
 
 
 def turboquant_attention(
@@ -75,7 +75,7 @@ def _attend_view(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> 
         return outside_graph(_attend_view, query, view, options)
     if view.is_exact:
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
-        run = ops.implementation(view.backend, view.keys, view.values)
+        run = backends.implementation(view.backend, view.keys, view.values)
         if needs_gradient or not run.takes_exact(query, view):
             return None
     return _attend(query, view, options)
@@ -83,7 +83,7 @@ def _attend_view(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> 
 
 def _attend(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor:
     """Attention [B, H_q, S, D_v]; `options` are those of `reference.attend`."""
-    return ops.implementation(view.backend, view.keys, view.values).attend(query, view, **options)[0]
+    return backends.implementation(view.backend, view.keys, view.values).attend(query, view, **options)[0]
 
 
 def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:

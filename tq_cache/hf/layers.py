@@ -11,11 +11,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from . import compiled  # noqa: F401  registers torch.ops.tq_cache
-from .compat import length_after_crop, outside_graph
-from .handle import KVHandle, materialize, static_pair
-from .static_storage import StaticStorage
-from .storage import LayerStorage
+from ..compat import length_after_crop, outside_graph
+from ..storage.growing import LayerStorage
+from ..storage.preallocated import StaticStorage
+from . import graph_ops  # noqa: F401  registers torch.ops.tq_cache
+from .handles import KVHandle, materialize, static_pair
 
 ATTENTION_NAME = "turboquant"
 

@@ -11,15 +11,15 @@ import transformers
 from rich.markup import escape
 from rich.table import Table
 
-from .cache import TurboQuantCache
-from .checkpoint import find_folder, read_declaration
-from .demo import Generated
+from ..backends import path
+from ..backends.hardware import ARCHITECTURES, Architecture
+from ..cache import TurboQuantCache
+from ..checkpoint.declaration import find_folder, read_declaration
+from ..formats.presets import PRESETS
+from ..planning.geometry import LayerGeometry
+from ..planning.memory import MOST_TOKENS, MemoryPlan
 from .evaluate import EvalResult
-from .geometry import LayerGeometry
-from .hardware import ARCHITECTURES, Architecture
-from .ops import path
-from .plan import MOST_TOKENS, MemoryPlan
-from .presets import PRESETS
+from .runs import Generated
 from .tasks import Case
 
 TABLE_HEAD_DIM = 128

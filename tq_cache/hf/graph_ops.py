@@ -5,10 +5,10 @@ What a layer's tensors are is drawn in `static_parts`.
 
 import torch
 
-from . import ops
-from .handle import materialize as dequantized
-from .static_parts import StaticParts, StaticSpec
-from .storage import check_states
+from .. import backends
+from ..formats.static_parts import StaticParts, StaticSpec
+from ..storage.growing import check_states
+from .handles import materialize as dequantized
 
 
 @torch.library.custom_op("tq_cache::update", mutates_args=("held", "total"))
@@ -20,14 +20,14 @@ def update(
     total: torch.Tensor,
     spec: str,
 ) -> None:
-    """Write one token, [B, H_kv, 1, D] each, as token `total`, and count it; packs a block first where the ring is full.
+    """Write one token, [B, H_kv, 1, D] each, as token `total`, and count it; packs a block first if the ring is full.
 
     Writes nothing, and counts nothing, when `total` is the most there is room for: a step of a captured graph cannot
     raise.  Raises ValueError, before anything changes, unless shapes and dtypes are those held.
     """
     parts = StaticParts(spec, held, calibration, total)
     check_states(keys, values, parts.ring)
-    ops.implementation(StaticSpec.parse(spec).backend, *parts.ring).update_static(parts, keys, values)
+    backends.implementation(StaticSpec.parse(spec).backend, *parts.ring).update_static(parts, keys, values)
 
 
 @update.register_fake
@@ -52,7 +52,7 @@ def attend(
     mask: [B, 1 or H_q, 1, max_length or more], or None
     """
     parts = StaticParts(spec, held, calibration, total)
-    run = ops.implementation(StaticSpec.parse(spec).backend, *parts.ring)
+    run = backends.implementation(StaticSpec.parse(spec).backend, *parts.ring)
     return run.attend_static(query, parts, mask, scaling, softcap, sinks)
 
 

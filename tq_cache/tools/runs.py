@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from .cache import TurboQuantCache
-from .geometry import load_config
-from .layers import ATTENTION_NAME
-from .report import held_bytes
+from ..cache import TurboQuantCache
+from ..hf.layers import ATTENTION_NAME
+from ..planning.geometry import load_config
+from ..report import held_bytes
 from .tasks import Case, build_case
 
 # A small trained decoder that comes with the package.

@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from . import packing
-from .packing import BLOCK_TOKENS
-from .parts import Calibration, PackedStates
-from .presets import Format
-from .rotation import rotate, unrotate
+from ..formats import packing
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.presets import Format
+from ..formats.rotation import rotate, unrotate
+from ..formats.states import Calibration, PackedStates
 
 # Fewer tokens say too little about a channel: their statistics are left neutral.
 MIN_CALIBRATION_TOKENS = 16

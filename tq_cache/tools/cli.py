@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TextStreamer
 
-from . import demo as demo_runs
+from ..backends.hardware import detect
+from ..formats.presets import PRESETS, resolve_preset
+from ..planning.geometry import load_config
+from ..planning.memory import PlanSettings, parse_memory, plan_memory
 from . import evaluate as quality
+from . import runs as demo_runs
 from . import tables
-from .geometry import load_config
-from .hardware import detect
-from .plan import PlanSettings, parse_memory, plan_memory
-from .presets import PRESETS, resolve_preset
 
 app = typer.Typer(
     name="tq-cache",

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
-from .compat import decoder_config, layer_kinds, own_layers
-from .policy import WITHOUT_KV
+from ..compat import decoder_config, layer_kinds, own_layers
+from .layers import WITHOUT_KV
 
 # Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
 EXPANDED_LATENT = ("deepseek_sparse_attention",)

@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 
 from .packing import BLOCK_TOKENS
-from .parts import Calibration, KVView, PackedStates
 from .presets import Preset, Role, get_format
+from .states import Calibration, KVView, PackedStates
 
 
 def packed_tokens(total: int, residual_length: int) -> int:

@@ -1,4 +1,4 @@
-"""The operations of `ops` on a GPU: what storage holds, handed to the Triton kernels of `tq_kernels`."""
+"""The operations of `backends` on a GPU: what storage holds, handed to the Triton kernels of `tq_kernels`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,11 +13,11 @@ from tq_kernels.quantize import quantize
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.update import update
 
-from .parts import KVView, PackedStates
-from .presets import Format
+from ..formats.presets import Format
+from ..formats.rotation import rotation_matrix
+from ..formats.states import KVView, PackedStates
+from ..formats.static_parts import StaticParts, StaticSpec
 from .reference import calibrate
-from .rotation import rotation_matrix
-from .static_parts import StaticParts, StaticSpec
 
 __all__ = [
     "append",

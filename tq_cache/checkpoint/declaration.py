@@ -25,7 +25,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from .presets import Role
+from ..formats.presets import Role
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_QUANTIZED = "none"

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import torch
 
+from ..formats.presets import Preset
 from . import hardware, reference
-from .presets import Preset
 
 BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,4 +90,4 @@ def _no_kernels(device: torch.device) -> str | None:
 @lru_cache
 def _kernels() -> ModuleType:
     """Imported when first used: importing the package needs neither Triton nor a GPU."""
-    return import_module(".triton_backend", __package__)
+    return import_module(".triton", __package__)

@@ -8,11 +8,11 @@ tested against it on the same codes.
 
 import torch
 
-from .packing import BLOCK_TOKENS
-from .parts import KVView, PackedStates
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.rotation import rotate, unrotate
+from ..formats.states import KVView, PackedStates
+from ..formats.static_parts import StaticParts, StaticSpec, packed_tokens
 from .quantizers import calibrate, compute, decode, dequantize, quantize, scaled, store
-from .rotation import rotate, unrotate
-from .static_parts import StaticParts, StaticSpec, packed_tokens
 
 __all__ = [
     "append",

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from . import ops
-from .parts import KVView
-from .presets import Role
-from .static_parts import StaticParts, StaticSpec
+from .. import backends
+from ..formats.presets import Role
+from ..formats.states import KVView
+from ..formats.static_parts import StaticParts, StaticSpec
 
 
 class _Handle(torch.Tensor):
@@ -143,7 +143,7 @@ def materialize(view: KVView, role: Role) -> torch.Tensor:
         return exact
     parts = [] if sinks is None else [sinks]
     if packed is not None:
-        run = ops.implementation(view.backend, view.keys, view.values)
+        run = backends.implementation(view.backend, view.keys, view.values)
         parts.append(run.dequantize(packed, view.packed_length, exact.dtype))
     return torch.cat([*parts, exact], dim=2)
 

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from .checkpoint import Declaration, ScaleTensor, find_folder, read_declaration, scale_tensors
-from .presets import Format, Preset, Role
+from ..formats.presets import Format, Preset, Role
+from .declaration import Declaration, ScaleTensor, find_folder, read_declaration, scale_tensors
 
 Source = Literal["checkpoint", "computed", "user"]
 # One for all layers (a number, or a tensor with an element or one per KV head), or such a one per layer.

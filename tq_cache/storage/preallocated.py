@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from . import ops
-from .packing import BLOCK_TOKENS
-from .parts import KVView, PackedStates, tensors
-from .presets import Preset, Role
-from .static_parts import StaticParts, StaticSpec, packed_tokens
-from .storage import calibrate_pair, check_packable, check_states, round_up
+from .. import backends
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.presets import Preset, Role
+from ..formats.states import KVView, PackedStates, tensors
+from ..formats.static_parts import StaticParts, StaticSpec, packed_tokens
+from .growing import calibrate_pair, check_packable, check_states, round_up
 
 
 class StaticStorage:
@@ -136,7 +136,7 @@ class StaticStorage:
         assert self.parts is not None
         count = packed_tokens(total, self.spec.residual_length) - packed
         if count:
-            run, (key, value) = ops.implementation(self.spec.backend, keys, values), self.parts.states()
+            run, (key, value) = backends.implementation(self.spec.backend, keys, values), self.parts.states()
             run.store_pair(key, value, keys[:, :, :count], values[:, :, :count], packed)
         ring_keys, ring_values = self.parts.ring
         slots = torch.arange(packed + count, total, device=keys.device) % ring_keys.shape[2]
@@ -146,7 +146,7 @@ class StaticStorage:
 
     def _start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Calibrate on the first chunk, and allocate where nothing is yet."""
-        run = ops.implementation(self.spec.backend, keys, values)
+        run = backends.implementation(self.spec.backend, keys, values)
         pair = calibrate_pair(run, self.spec.preset, keys, values, self.given_scales)
         calibration = [tensor for part in pair for tensor in tensors(part)]
         if self.parts is not None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .demo import encode, make_cache
-from .plan import EXACT, PlanSettings, cache_bytes, model_geometry
-from .presets import resolve_preset
+from ..formats.presets import resolve_preset
+from ..planning.memory import EXACT, PlanSettings, cache_bytes, model_geometry
+from .runs import encode, make_cache
 from .tasks import build_case, heldout_text
 
 # Tokens at a recall prompt's end that are decoded rather than prefilled, so that the question reads the packed cache.

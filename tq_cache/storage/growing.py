@@ -16,12 +16,12 @@ from types import ModuleType
 
 import torch
 
-from . import ops
-from .packing import BLOCK_TOKENS
-from .parts import Calibration, KVView, PackedStates, map_tensors, tensors
-from .presets import Format, Preset, Role
-from .quantizers import measures
-from .rotation import check_head_dim
+from .. import backends
+from ..backends.quantizers import measures
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.presets import Format, Preset, Role
+from ..formats.rotation import check_head_dim
+from ..formats.states import Calibration, KVView, PackedStates, map_tensors, tensors
 
 # A residual_length with which nothing is ever packed.
 UNLIMITED = 2**62
@@ -37,7 +37,7 @@ class LayerStorage:
     preset:          formats, centring, smoothing
     residual_length: up to so many newest tokens stay in the model's dtype; 0 packs all at once
     sink_tokens:     so many first tokens stay in the model's dtype
-    backend:         see `ops`
+    backend:         see `backends`
     given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
     """
 
@@ -165,7 +165,7 @@ class LayerStorage:
         if self.tail_keys is None or self.tail_values is None:
             return keys, values
         if end <= self.tail_keys.shape[2]:
-            run = ops.implementation(self.backend, keys, values)
+            run = backends.implementation(self.backend, keys, values)
             run.append(keys, values, self.tail_keys, self.tail_values, start)
             return self.tail_keys.narrow(2, 0, end), self.tail_values.narrow(2, 0, end)
         if start == 0:
@@ -201,7 +201,7 @@ class LayerStorage:
 
     def _pack(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """Store the first `count` tokens behind the packed ones; the first time, all of them are calibrated on."""
-        run = ops.implementation(self.backend, keys, values)
+        run = backends.implementation(self.backend, keys, values)
         if self.packed_length == 0:
             key, value = calibrate_pair(run, self.preset, keys, values, self.given_scales)
             self.key = self._empty("key", keys, count, key)

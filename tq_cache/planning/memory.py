@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.presets import Preset, resolve_preset
+from ..formats.rotation import check_head_dim
+from ..storage.growing import growth, round_up
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
-from .packing import BLOCK_TOKENS
-from .policy import PACKABLE, LayerPlan, plan_layers
-from .presets import Preset, resolve_preset
-from .rotation import check_head_dim
-from .storage import growth, round_up
+from .layers import PACKABLE, LayerPlan, plan_layers
 
 EXACT = "16-bit"
 EXACT_BYTES = 2

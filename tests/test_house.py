@@ -1,0 +1,89 @@
+"""The house: who may import whom, how large a room may be, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_kernels": ROOT / "kernels/tq_kernels"}
+
+# Rooms of tq_cache, the ground first: each may import itself and what stands before it.
+ORDER = ("compat", "formats", "backends", "storage", "planning", "checkpoint", "hf", "report", "cache", "tools")
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Every module, by its name in full."""
+    base = PACKAGES[package]
+    paths = {".".join([package, *path.relative_to(base).with_suffix("").parts]): path for path in base.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Full names of what a module imports, wherever in it: modules, or names in modules."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def graph(package: str) -> dict[str, set[str]]:
+    """Which modules of the same package each module imports."""
+    names = modules(package)
+    edges: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = {x if x in names else x.rpartition(".")[0] for x in imports(name, path)}
+        edges[name] = {x for x in found if x in names and x != name}
+    return edges
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_goes_in_a_circle(package):
+    TopologicalSorter(graph(package)).prepare()  # raises CycleError, which names them
+
+
+def test_rooms_import_only_what_stands_below_them():
+    for name, found in graph("tq_cache").items():
+        room = name.split(".")[1] if "." in name else "cache"
+        if name in ("tq_cache", "tq_cache.__main__"):
+            continue
+        wrong = {x for x in found if ORDER.index(x.split(".")[1]) > ORDER.index(room)}
+        assert not wrong, f"{name} imports {wrong}"
+
+
+def test_kernels_import_torch_and_triton_alone():
+    allowed = {"torch", "triton", "tq_kernels"} | sys.stdlib_module_names
+    for name, path in modules("tq_kernels").items():
+        assert {x.split(".")[0] for x in imports(name, path)} <= allowed, name
+
+
+def test_one_module_knows_the_kernels_and_none_imports_it():
+    door = "tq_cache.backends.triton"  # which `backends` imports, when it is first needed
+    found = {name: set(imports(name, path)) for name, path in modules("tq_cache").items()}
+    assert {name for name, x in found.items() if any(y.startswith("tq_kernels") for y in x)} == {door}
+    assert not [name for name, x in found.items() if any(y.startswith(door) for y in x)]
+
+
+@pytest.mark.parametrize(("module", "unknown"), [
+    ("tq_cache.planning.layers", ("torch", "transformers")),
+    ("tq_cache.formats", ("transformers",)),
+    ("tq_cache.backends", ("transformers",)),
+    ("tq_cache.storage", ("transformers",)),
+])  # fmt: skip
+def test_what_rooms_do_not_know(module, unknown):
+    for name, path in modules("tq_cache").items():
+        if name == module or name.startswith(module + "."):
+            assert not {x.split(".")[0] for x in imports(name, path)} & set(unknown), name
+
+
+def test_import_is_light():
+    code = "import sys, tq_cache; print(sorted({'tq_kernels', 'matplotlib', 'typer'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

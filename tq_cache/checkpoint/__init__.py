@@ -1,0 +1,1 @@
+"""What a checkpoint says about float8 keys and values."""

@@ -1,0 +1,1 @@
+"""What transformers or torch can break: the attention function, masks, cache layers, handles, graph operations."""
