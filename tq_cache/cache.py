@@ -13,17 +13,12 @@ from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import Preset, resolve_preset
-from .hf.layers import (
-    PackedHybridLayer,
-    PackedIndexedLayer,
-    PackedLayer,
-    PackedStaticHybridLayer,
-    PackedStaticLayer,
-)
-from .planning.layers import INDEXED, PACKABLE, LayerPlan, plan_layers
+from .hf.layers import PackedLayer, packed_layer
+from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
-from .storage.growing import UNLIMITED, LayerStorage, round_up
-from .storage.preallocated import StaticStorage
+from .storage.base import LayerStorage, round_up
+from .storage.growing import UNLIMITED, GrowingStorage
+from .storage.preallocated import PreallocatedStorage
 
 
 class TurboQuantCache(DynamicCache):
@@ -92,32 +87,20 @@ class TurboQuantCache(DynamicCache):
         packed = [plan.index for plan in self.plans if plan.packed]
         self.scales = resolve_scales(config, self.preset, packed, len(layers), k_scale, v_scale)
         for plan in self.plans:
-            if plan.kind not in PACKABLE:
-                continue
-            given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
-            storage: LayerStorage | StaticStorage
-            # A layer that is not packed is one whose tokens all count as newest: no copy of them at each step.
-            if max_cache_len is None:
-                newest = residual_length if plan.packed else UNLIMITED
-                storage = LayerStorage(self.preset, newest, sink_tokens if plan.packed else 0, backend, given)
-            else:
-                newest = residual_length if plan.packed else round_up(max_cache_len)
-                storage = StaticStorage(self.preset, newest, max_cache_len, backend, given)
-            layers[plan.index] = self._packed_layer(plan, storage, layers[plan.index])
+            if plan.kind in PACKABLE:
+                storage = self._make_storage(plan, residual_length, sink_tokens, backend)
+                layers[plan.index] = packed_layer(plan.kind, storage, self.config, layers[plan.index])
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
-    def _packed_layer(self, plan: LayerPlan, storage: LayerStorage | StaticStorage, replaced: Any) -> PackedLayer:
-        if isinstance(storage, StaticStorage):
-            if plan.kind in INDEXED:
-                raise NotImplementedError(f"layers of kind {plan.kind} cannot be preallocated; leave max_cache_len out")
-            if plan.kind == "hybrid":
-                return PackedStaticHybridLayer(storage, self.config, replaced.number_of_states)
-            return PackedStaticLayer(storage, self.config)
-        if plan.kind == "hybrid":
-            return PackedHybridLayer(storage, self.config, replaced.number_of_states)
-        if plan.kind in INDEXED:
-            return PackedIndexedLayer(storage, self.config)
-        return PackedLayer(storage, self.config)
+    def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
+        """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
+        given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
+        length = self._max_cache_len
+        if length is not None:
+            newest = residual_length if plan.packed else round_up(length)
+            return PreallocatedStorage(self.preset, newest, length, backend, given)
+        newest, sinks = (residual_length, sink_tokens) if plan.packed else (UNLIMITED, 0)
+        return GrowingStorage(self.preset, newest, sinks, backend, given)
 
     def _warn_if_nothing_is_packed(self) -> None:
         if not any(plan.packed for plan in self.plans):

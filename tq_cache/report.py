@@ -87,7 +87,7 @@ def _layer_report(preset: Preset, plan: LayerPlan, layer: Any) -> LayerReport:
         stored = f"K {preset.key.name}, V {preset.value.name}"
         if not plan.packed:  # all of it in the model's dtype
             stored = f"{layer.storage.dtype or '-'} ({plan.reason})".removeprefix("torch.")
-        tokens, elements = layer.storage.length, layer.storage.elements
+        tokens, elements = layer.storage.length, layer.storage.num_elements
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
         stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"

@@ -1,22 +1,16 @@
-"""The sheet of operations, and the one place that chooses who computes them.
+"""Who computes: what a backend must do, and the one place that chooses between them.
 
-calibrate(x, format, center, smooth, counts) -> Calibration   measured on the first tokens
-store_pair(key, value, keys, values, start)                   quantise, pack, write in place
-append(keys, values, tail_keys, tail_values, start)           copy new tokens into the tail
-dequantize(states, length, dtype) -> [B, H_kv, length, D]
-attend(query, view, mask, scaling, ...) -> (out, lse)         decode and prefill from the packed bits
-takes_exact(query, view) -> bool                              whether `attend` is to be taken where all tokens are exact
-update_static(parts, keys, values), attend_static(...)        one token of a preallocated layer
+`reference` is the specification, in plain PyTorch, for any device; `triton` does the same by kernels, on a GPU.
 """
 
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
 from ..formats.presets import Preset
+from ..formats.states import KVView, PackedStates, PreallocatedStates
 from . import hardware, reference
 
 BACKENDS = ("auto", "reference", "triton")
@@ -24,46 +18,109 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_KERNEL_HEAD_DIM = 256
 
 
-def check_backend(backend: str) -> None:
+class Backend(Protocol):
+    """The operations of a cache.  Shapes: B batch, H_kv KV heads, H_q query heads, T tokens, S queries, D head_dim."""
+
+    def store_pair(
+        self, key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int
+    ) -> None:
+        """Quantise keys and values [B, H_kv, T, D] and write them, in place, as tokens start .. start + T.
+
+        A block that is already filled up to `start` keeps the bits of its tokens.
+        """
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int
+    ) -> None:
+        """Copy new tokens, [B, H_kv, T, D] each, to places start .. start + T of two buffers."""
+
+    def dequantize(self, states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first `length` tokens as vectors of the model, [B, H_kv, length, D] in `dtype`."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        view: KVView,
+        mask: torch.Tensor | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        is_causal: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `query` [B, H_q, S, D] over everything in `view`, from the packed bits.
+
+        mask:        [B or 1, H_q or 1, S, view.length or more]: bool (True takes part) or float (added to the scores),
+                     or None: causal if `is_causal`, the last query seeing every token, else full
+        scaling:     factor of the scores; softcap: they become softcap * tanh(scores / softcap), before the mask
+        sink_logits: [1 or B, H_q, 1 or S], one more logit per query that takes weight and gives nothing (GPT-OSS)
+
+        Returns the output [B, H_q, S, D_v] in the query's dtype and the log of the softmax' sum, [B, H_q, S] in float32
+        (float64).  A query that may see no token gets zeros and -inf.
+        """
+
+    def takes_exact(self, query: torch.Tensor, view: KVView) -> bool:
+        """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact."""
+
+    def update_preallocated(self, states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one token, [B, H_kv, 1, D] each, at its place, and count it; packs a block first if the ring is full.
+
+        Writes nothing, and counts nothing, where there is no room.
+        """
+
+    def attend_preallocated(
+        self,
+        query: torch.Tensor,
+        states: PreallocatedStates,
+        mask: torch.Tensor | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output of `attend` for queries [B, H_q, 1, D] over all tokens of a preallocated layer."""
+
+
+def check_backend(name: str) -> None:
     """Raise ValueError unless there is such a backend."""
-    if backend not in BACKENDS:
-        raise ValueError(f"expected a backend of {list(BACKENDS)}, got {backend!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"expected a backend of {list(BACKENDS)}, got {name!r}")
 
 
-def backend_for(preset: Preset, backend: str) -> str:
-    """The backend for a preset: the kernels have no float8 scales per token, for which `triton` raises."""
+def backend_for(preset: Preset, name: str) -> str:
+    """The name of the backend for a preset: the kernels have no float8 scales per token, for which `triton` raises."""
     if "per_token" not in (preset.key.scale, preset.value.scale):
-        return backend
-    if backend == "triton":
+        return name
+    if name == "triton":
         raise NotImplementedError("the kernels have no float8 scales per token; use backend='auto'")
     return "reference"
 
 
-def implementation(backend: str, keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
-    """The module that computes the operations for such keys and values, [B, H_kv, T, D].
+def choose_backend(name: str, keys: torch.Tensor, values: torch.Tensor) -> Backend:
+    """Who computes for such keys and values, [B, H_kv, T, D].
 
     `auto` takes the kernels wherever they run, else the reference; `triton` raises RuntimeError where they do not.
     While torch.compile traces it is the reference, which it can follow: kernels are in its graphs as the operations of
-    `compiled`, and what is left are layers of transformers' own that sdpa cannot compute.
+    `hf.graph_ops`, and what is left are layers of transformers' own that sdpa cannot compute.
     """
     if torch.compiler.is_compiling():
         return reference
-    return _implementation(backend, keys.device, keys.dtype, max(keys.shape[-1], values.shape[-1]))
+    return _choose(name, keys.device, keys.dtype, max(keys.shape[-1], values.shape[-1]))
 
 
-@lru_cache
-def _implementation(backend: str, device: torch.device, dtype: torch.dtype, widest: int) -> ModuleType:
-    if backend == "reference":
+@lru_cache(maxsize=256)
+def _choose(name: str, device: torch.device, dtype: torch.dtype, widest: int) -> Backend:
+    if name == "reference":
         return reference
     problem = _no_kernels(device) or _not_for_kernels(dtype, widest)
     if problem is None:
         return _kernels()
-    if backend == "triton":
+    if name == "triton":
         raise RuntimeError(f"backend='triton' cannot run here: {problem}; use backend='auto' or 'reference'")
     return reference
 
 
-def path(device: torch.device | str) -> str:
+def describe(device: torch.device | str) -> str:
     """Who computes on `device` with backend='auto', in words."""
     device = torch.device(device)
     problem = _no_kernels(device)
@@ -78,7 +135,7 @@ def _not_for_kernels(dtype: torch.dtype, widest: int) -> str | None:
     return None
 
 
-@lru_cache
+@lru_cache(maxsize=64)
 def _no_kernels(device: torch.device) -> str | None:
     """Why there are no kernels for a device, or None if there are."""
     row = hardware.detect(device)
@@ -87,7 +144,8 @@ def _no_kernels(device: torch.device) -> str | None:
     return None if find_spec("triton") else "Triton is not installed (pip install triton)"
 
 
-@lru_cache
-def _kernels() -> ModuleType:
+def _kernels() -> Backend:
     """Imported when first used: importing the package needs neither Triton nor a GPU."""
-    return import_module(".triton", __package__)
+    from . import triton
+
+    return triton

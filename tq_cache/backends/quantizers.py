@@ -1,4 +1,4 @@
-"""The quantisers' specification, in plain PyTorch: calibrate, quantise, store, decode, dequantise.
+"""The quantisers' specification, in plain PyTorch: quantise, store, decode, dequantise.
 
 Runs on any device and is the path for CPUs.  Arithmetic is float32, and float64 where the input is.
 
@@ -15,65 +15,8 @@ from ..formats.presets import Format
 from ..formats.rotation import rotate, unrotate
 from ..formats.states import Calibration, PackedStates
 
-# Fewer tokens say too little about a channel: their statistics are left neutral.
-MIN_CALIBRATION_TOKENS = 16
-# Room that float8 scales leave above the largest element of the first tokens; a float format does not feel it.
-# Few tokens, a first one alone say, may be far smaller than those to come.
-FLOAT8_HEADROOM, FLOAT8_HEADROOM_OF_FEW = 4.0, 64.0
 # Larger elements count as this large: their scale is beyond float16 anyway.
 LARGEST = 2.0**50
-
-
-def calibrate(
-    x: torch.Tensor,
-    fmt: Format,
-    center: bool,
-    smooth: float,
-    counts: torch.Tensor | None,
-    given_scale: torch.Tensor | None = None,
-) -> Calibration:
-    """Measure what `Calibration` holds on the first tokens `x` [B, H_kv, T, D].
-
-    `counts` bool [B, 1, T, 1] says which tokens count (not padding); tokens with NaN or inf never do.  It may be None
-    where nothing is measured, see `measures`.  `given_scale` [1] or [H_kv] is taken in place of a measured scale.
-    """
-    dtype = compute_dtype(x.dtype)
-    mean = size = scale = None
-    if given_scale is not None:
-        scale = given_scale.to(x.device, dtype).view(1, -1, 1, 1).expand(*x.shape[:2], 1, 1).contiguous()
-    if not measures(fmt, center, smooth, given_scale):
-        return Calibration(scale=scale)
-    assert counts is not None
-    # In as few passes as possible, and in x's own dtype while that is exact: the first tokens are a whole prompt.
-    counts = counts & x.isfinite().all(dim=-1, keepdim=True)
-    limit = min(LARGEST, torch.finfo(x.dtype).max)
-    x = x.clamp(-limit, limit).masked_fill_(~counts, 0.0)
-    total = counts.sum(dim=2, keepdim=True)
-    enough = total >= MIN_CALIBRATION_TOKENS
-    if center:
-        mean = torch.where(enough, x.sum(dim=2, keepdim=True, dtype=dtype) / total.clamp_min(1), 0.0)
-        x = x.sub(mean).mul_(counts)
-    if smooth > 0:
-        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=dtype)
-        rms = norm / total.clamp_min(1).to(dtype).sqrt()
-        average = rms.mean(dim=-1, keepdim=True)
-        # A dead channel must not divide by zero: a thousandth of the average is as good as none.
-        size = (rms / _divisor(average)).clamp_min(1e-3) ** smooth
-        size = torch.where(enough & (average > 0), size, 1.0)
-        if fmt.scale == "per_head":
-            x = x / size
-    if scale is None and fmt.scale == "per_head":
-        headroom = torch.where(enough, FLOAT8_HEADROOM, FLOAT8_HEADROOM_OF_FEW)
-        assert fmt.float8 is not None
-        largest = torch.linalg.vector_norm(x, torch.inf, dim=(2, 3), keepdim=True, dtype=dtype)
-        largest = largest * headroom / torch.finfo(fmt.float8).max
-        scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
-    return Calibration(center=mean, smooth=size, scale=scale)
-
-
-def measures(fmt: Format, center: bool, smooth: float, given_scale: torch.Tensor | None = None) -> bool:
-    """Whether `calibrate` looks at the tokens."""
-    return center or smooth > 0 or (fmt.scale == "per_head" and given_scale is None)
 
 
 def quantize(
@@ -103,11 +46,11 @@ def quantize(
         # The range around the zero as it is stored: where float16 is coarse, a narrower one would clip.
         reach = torch.maximum(high - zero.to(x.dtype), zero.to(x.dtype) - low)
         step = _half(reach / fmt.codebook.magnitudes[-1])
-        codes = fmt.codebook.nearest((x - zero[..., None].to(x.dtype)) / _divisor(step[..., None].to(x.dtype)))
+        codes = fmt.codebook.nearest((x - zero[..., None].to(x.dtype)) / divisor(step[..., None].to(x.dtype)))
         return codes, step, zero
     r = rotate(x)
     norm = r.norm(dim=-1, keepdim=True)
-    codes = fmt.codebook.nearest(r * (math.sqrt(r.shape[-1]) / fmt.codebook.unit) / _divisor(norm))
+    codes = fmt.codebook.nearest(r * (math.sqrt(r.shape[-1]) / fmt.codebook.unit) / divisor(norm))
     c = fmt.codebook.values(x.device, x.dtype)[codes.int()]
     return codes, _half(_scale(r, c, norm[..., 0], fmt)), None
 
@@ -124,7 +67,7 @@ def _scale(r: torch.Tensor, c: torch.Tensor, norm: torch.Tensor, fmt: Format) ->
         return norm / c.norm(dim=-1)
     inner = (r * c).sum(dim=-1)
     if fmt.scale == "unbiased":
-        return norm.square() / _divisor(inner)
+        return norm.square() / divisor(inner)
     return inner / c.square().sum(dim=-1)
 
 
@@ -198,7 +141,7 @@ def _finite_or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), torch.nan)
 
 
-def _divisor(x: torch.Tensor) -> torch.Tensor:
+def divisor(x: torch.Tensor) -> torch.Tensor:
     """`x` with zeros made ones: what is divided is zero there, too."""
     return torch.where(x == 0, torch.ones_like(x), x)
 

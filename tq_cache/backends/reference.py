@@ -10,23 +10,18 @@ import torch
 
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.rotation import rotate, unrotate
-from ..formats.states import KVView, PackedStates
-from ..formats.static_parts import StaticParts, StaticSpec, packed_tokens
-from .quantizers import calibrate, compute, decode, dequantize, quantize, scaled, store
+from ..formats.states import KVView, PackedStates, PreallocatedStates, packed_length_of
+from .quantizers import compute, dequantize, scaled, store
 
 __all__ = [
     "append",
     "attend",
-    "attend_static",
-    "calibrate",
-    "decode",
+    "attend_preallocated",
     "dequantize",
     "merge",
-    "quantize",
-    "store",
     "store_pair",
     "takes_exact",
-    "update_static",
+    "update_preallocated",
 ]
 
 # Packed tokens that attention holds unpacked at a time: what bounds its memory.
@@ -34,12 +29,12 @@ TILE_TOKENS = 16 * BLOCK_TOKENS
 
 
 def takes_exact(query: torch.Tensor, view: KVView) -> bool:
-    """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact: never, sdpa is faster."""
+    """See `Backend.takes_exact`: never, sdpa is faster."""
     return False
 
 
 def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    """`store` for keys [B, H_kv, T, D] and values [B, H_kv, T, D_v]."""
+    """See `Backend.store_pair`."""
     store(key, keys, start)
     store(value, values, start)
 
@@ -47,38 +42,40 @@ def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, value
 def append(
     keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int
 ) -> None:
-    """Copy new tokens, [B, H_kv, T, D] each, to places start .. start + T of two buffers."""
+    """See `Backend.append`."""
     end = start + keys.shape[2]
     tail_keys[:, :, start:end] = keys.detach()
     tail_values[:, :, start:end] = values.detach()
 
 
-def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write one token, [B, H_kv, 1, D] each, at its place, and count it; see `compiled.update`."""
-    spec, total, slots = StaticSpec.parse(parts.spec), int(parts.total), parts.held[0].shape[2]
-    if total >= spec.max_length:
+def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """See `Backend.update_preallocated`; waits for the device."""
+    length, residual = int(states.num_tokens), states.residual_length
+    if length >= states.max_length:
         return
-    packed = packed_tokens(total, spec.residual_length)
-    if packed_tokens(total + 1, spec.residual_length) > packed:
-        (key, value), start = parts.states(), packed % slots
+    packed = packed_length_of(length, residual)
+    if packed_length_of(length + 1, residual) > packed:
+        start = packed % states.ring_slots
         oldest = slice(start, start + BLOCK_TOKENS)
-        store_pair(key, value, parts.held[0][:, :, oldest], parts.held[1][:, :, oldest], packed)
-    append(keys, values, *parts.ring, total % slots)
-    parts.total.add_(1)
+        ring = states.ring_keys[:, :, oldest], states.ring_values[:, :, oldest]
+        store_pair(states.key, states.value, *ring, packed)
+    append(keys, values, states.ring_keys, states.ring_values, length % states.ring_slots)
+    states.num_tokens.add_(1)
 
 
-def attend_static(
+def attend_preallocated(
     query: torch.Tensor,
-    parts: StaticParts,
+    states: PreallocatedStates,
     mask: torch.Tensor | None,
     scaling: float,
+    *,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` over all tokens of a preallocated layer: the output, [B, H_q, S, D_v]."""
-    view = parts.view()
+    """See `Backend.attend_preallocated`; waits for the device."""
+    view = states.view()
     mask = None if mask is None else mask[..., : view.length]
-    return attend(query, view, mask, scaling, softcap=softcap, sinks=sinks)[0]
+    return attend(query, view, mask, scaling, softcap=softcap, sink_logits=sink_logits)[0]
 
 
 def attend(
@@ -88,34 +85,24 @@ def attend(
     scaling: float,
     *,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `query` [B, H_q, S, D] over everything in `view`, never unpacking more than a tile of it.
-
-    mask:    [B or 1, H_q or 1, S, view.length]: bool (True takes part) or float (added to the scores), or None: causal
-             if `is_causal`, the last query seeing every token, else full
-    scaling: factor of the scores; softcap: scores become softcap * tanh(scores / softcap), before the mask
-    sinks:   [1 or B, H_q, 1 or S], one more logit per query that takes weight and gives nothing (GPT-OSS `s_aux`)
-
-    Returns the output [B, H_q, S, D_v] in the query's dtype and the log of the softmax' sum, [B, H_q, S] in float32
-    (float64).  A query that may see no token gets zeros.
-    """
-    batch, num_heads, num_queries, _ = query.shape
-    num_kv_heads = view.keys.shape[1]
+    """See `Backend.attend`; never holds more than a tile of the packed tokens unpacked."""
+    num_kv_heads = view.tail_keys.shape[1]
     scores = _Scores(query, num_kv_heads, view.length, mask, scaling, softcap, is_causal)
     partials = []
     if view.sink_keys is not None and view.sink_values is not None:
         partials.append(_attend_exact(scores, view.sink_keys, view.sink_values, start=0))
     if view.packed_length:
         partials.append(_attend_packed(scores, view))
-    if view.keys.shape[2]:
-        partials.append(_attend_exact(scores, view.keys, view.values, start=view.length - view.keys.shape[2]))
+    if tail_length := view.tail_keys.shape[2]:
+        partials.append(_attend_exact(scores, view.tail_keys, view.tail_values, start=view.length - tail_length))
     out, lse = merge([out for out, _ in partials], [lse for _, lse in partials])
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-    if sinks is not None:
-        sinks = sinks.to(lse.dtype)
-        out, lse = out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+    if sink_logits is not None:
+        sink_logits = sink_logits.to(lse.dtype)
+        out, lse = out * torch.sigmoid(lse - sink_logits)[..., None], torch.logaddexp(lse, sink_logits)
     return out.to(query.dtype), lse
 
 

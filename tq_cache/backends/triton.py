@@ -15,19 +15,16 @@ from tq_kernels.update import update
 
 from ..formats.presets import Format
 from ..formats.rotation import rotation_matrix
-from ..formats.states import KVView, PackedStates
-from ..formats.static_parts import StaticParts, StaticSpec
-from .reference import calibrate
+from ..formats.states import KVView, PackedStates, PreallocatedStates
 
 __all__ = [
     "append",
     "attend",
-    "attend_static",
-    "calibrate",
+    "attend_preallocated",
     "dequantize",
     "store_pair",
     "takes_exact",
-    "update_static",
+    "update_preallocated",
 ]
 
 _RULES = {
@@ -61,7 +58,7 @@ def coding_of(fmt: Format) -> Coding:
 
 
 def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    """As `reference.store_pair`, in one launch."""
+    """See `Backend.store_pair`: one launch."""
     with _on(keys.device):
         quantize(states_of(key), states_of(value), keys, values, start)
 
@@ -69,19 +66,19 @@ def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, value
 def append(
     keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int
 ) -> None:
-    """As `reference.append`, in one launch."""
+    """See `Backend.append`: one launch."""
     with _on(keys.device):
         append_tokens(keys, values, tail_keys, tail_values, start)
 
 
 def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """As `quantizers.dequantize`."""
+    """See `Backend.dequantize`."""
     with _on(states.packed.device):
         return dequantize_states(states_of(states), length, dtype, value=states.role == "value")
 
 
 def takes_exact(query: torch.Tensor, view: KVView) -> bool:
-    """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact: after the first prefill.
+    """See `Backend.takes_exact`: after the first prefill.
 
     cuDNN behind sdpa makes a plan for every new length, which takes 50 ms a step, and of a chunk over a past sdpa wants
     a mask and repeats the KV heads.
@@ -91,7 +88,7 @@ def takes_exact(query: torch.Tensor, view: KVView) -> bool:
 
 def _fits_decode(query: torch.Tensor, view: KVView) -> bool:
     _, _, queries, dim = query.shape
-    return queries <= MAX_QUERIES and dim % 16 == 0 and view.values.shape[3] % 16 == 0
+    return queries <= MAX_QUERIES and dim % 16 == 0 and view.tail_values.shape[3] % 16 == 0
 
 
 def attend(
@@ -99,11 +96,12 @@ def attend(
     view: KVView,
     mask: torch.Tensor | None,
     scaling: float,
+    *,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.attend`: the decode kernels for a few queries, the prefill kernels for more.
+    """See `Backend.attend`: the decode kernels for a few queries, the prefill kernels for more.
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
@@ -114,56 +112,62 @@ def attend(
         sinks=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
         mask=mask,
         softcap=softcap,
-        s_aux=sinks,
+        s_aux=sink_logits,
         causal=is_causal,
     )
     key, value = view.key and states_of(view.key), view.value and states_of(view.value)
-    query_, keys, values = query, view.keys, view.values
+    query_, tail_keys, tail_values = query, view.tail_keys, view.tail_values
     if torch.is_grad_enabled():
-        query_, keys, values = query.detach(), keys.detach(), values.detach()
+        query_, tail_keys, tail_values = query.detach(), tail_keys.detach(), tail_values.detach()
     with _on(query.device):
-        out, lse = run(query_, key, value, keys, values, **arguments)
+        out, lse = run(query_, key, value, tail_keys, tail_values, **arguments)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoBackward.apply(query, out)
     return out, lse
 
 
-def attend_static(
+def attend_preallocated(
     query: torch.Tensor,
-    parts: StaticParts,
+    states: PreallocatedStates,
     mask: torch.Tensor | None,
     scaling: float,
+    *,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend_static`; the device is not waited for."""
-    key, value = parts.states()
+    """See `Backend.attend_preallocated`; the device is not waited for."""
     with _on(query.device):
         out, _ = decode(
             query.detach(),
-            states_of(key),
-            states_of(value),
-            *parts.ring,
-            packed_length=key.capacity,
+            states_of(states.key),
+            states_of(states.value),
+            states.ring_keys,
+            states.ring_values,
+            packed_length=states.key.capacity,
             scaling=scaling,
             mask=mask,
             softcap=softcap,
-            s_aux=sinks,
-            total=parts.total,
-            residual_length=StaticSpec.parse(parts.spec).residual_length,
+            s_aux=sink_logits,
+            total=states.num_tokens,
+            residual_length=states.residual_length,
         )
     return out
 
 
-def update_static(parts: StaticParts, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """As `reference.update_static`; the device is not waited for."""
-    spec, (key, value) = StaticSpec.parse(parts.spec), parts.states()
+def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """See `Backend.update_preallocated`; the device is not waited for."""
     with _on(keys.device):
         update(
-            *(keys.detach(), values.detach(), states_of(key), states_of(value), parts.ring, parts.total),
-            *(spec.residual_length, spec.max_length),
+            keys.detach(),
+            values.detach(),
+            states_of(states.key),
+            states_of(states.value),
+            (states.ring_keys, states.ring_values),
+            states.num_tokens,
+            states.residual_length,
+            states.max_length,
         )
-        parts.total.add_(1).clamp_(max=spec.max_length)  # behind the kernel, whose programs all read it
+        states.num_tokens.add_(1).clamp_(max=states.max_length)  # behind the kernel, whose programs all read it
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""The packed parts of one layer as plain tensors: what storage owns, attention reads and kernels take."""
+"""The keys and values of one layer as plain tensors: what storage owns, attention reads and kernels take."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -8,8 +8,6 @@ import torch
 
 from .packing import BLOCK_TOKENS, packed_bytes
 from .presets import Format, Role
-
-Parts = TypeVar("Parts", bound="Calibration | PackedStates | KVView")
 
 
 @dataclass(frozen=True)
@@ -80,16 +78,16 @@ class PackedStates:
 
 @dataclass(frozen=True)
 class KVView:
-    """Keys and values of one layer at one moment, in order: sinks, packed tokens, newest tokens.
+    """Keys and values of one layer at one moment, in order: sink tokens, packed tokens, tail.
 
-    sink_keys, sink_values: [B, H_kv, n, D] in the model's dtype, or None
+    sink_keys, sink_values: the first tokens, [B, H_kv, n, D] in the model's dtype, or None
     key, value:             packed states, of which the first `packed_length` tokens count, or None
-    keys, values:           [B, H_kv, T, D], the newest tokens in the model's dtype, those of this update included
+    tail_keys, tail_values: [B, H_kv, n, D], the newest tokens in the model's dtype, those of this update included
     backend:                who computes on it, see `backends`
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    tail_keys: torch.Tensor
+    tail_values: torch.Tensor
     packed_length: int = 0
     key: PackedStates | None = None
     value: PackedStates | None = None
@@ -104,30 +102,83 @@ class KVView:
     @property
     def length(self) -> int:
         """Tokens in all."""
-        return self.sink_length + self.packed_length + self.keys.shape[2]
+        return self.sink_length + self.packed_length + self.tail_keys.shape[2]
 
     @property
     def is_exact(self) -> bool:
-        """Whether the newest tokens, in the model's dtype, are all there is."""
+        """Whether the tail is all there is."""
         return self.packed_length == 0 and self.sink_length == 0
 
 
-def map_tensors(parts: Parts, function: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
-    """A copy with `function` applied to every tensor of `parts`, also inside the parts it holds."""
+def packed_length_of(num_tokens: int, residual_length: int) -> int:
+    """How many of `num_tokens` are packed in a preallocated layer."""
+    return -(-max(num_tokens - residual_length, 0) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class PreallocatedStates:
+    """Keys and values of one layer at fixed addresses.
+
+        tokens    | packed: the oldest, whole blocks           | ring: the newest, in the model's dtype             |
+        where     | the first `packed_length_of(num_tokens)`   | token i in slot i % (residual_length + BLOCK_TOKENS) |
+
+    How many tokens are packed follows from how many there are, so one count says it all and can stay on the device.  A
+    block is packed when the token comes for which the `residual_length` newest leave no room.
+
+    key, value:             packed states with room for all tokens that can be packed
+    ring_keys, ring_values: [B, H_kv, residual_length + BLOCK_TOKENS, D]; no more slots than blocks of max_length have
+    num_tokens:             int64 [], tokens held, at most max_length
+    backend:                who computes on it, see `backends`
+    """
+
+    key: PackedStates
+    value: PackedStates
+    ring_keys: torch.Tensor
+    ring_values: torch.Tensor
+    num_tokens: torch.Tensor
+    residual_length: int
+    max_length: int
+    backend: str
+
+    @property
+    def ring_slots(self) -> int:
+        return self.ring_keys.shape[2]
+
+    def view(self) -> KVView:
+        """The same tokens as any other layer has them; waits for the device."""
+        length = int(self.num_tokens)
+        packed = packed_length_of(length, self.residual_length)
+        first = packed % self.ring_slots
+        last = first + length - packed
+        slots: slice | torch.Tensor = slice(first, last)
+        if last > self.ring_slots:
+            slots = torch.arange(packed, length, device=self.ring_keys.device) % self.ring_slots
+        key, value = (self.key, self.value) if packed else (None, None)
+        return KVView(
+            self.ring_keys[:, :, slots], self.ring_values[:, :, slots], packed, key, value, backend=self.backend
+        )
+
+
+# Any of the classes above that hold tensors, themselves or in parts.
+States = TypeVar("States", bound="Calibration | PackedStates | KVView | PreallocatedStates")
+
+
+def map_tensors(states: States, function: Callable[[torch.Tensor], torch.Tensor]) -> States:
+    """A copy with `function` applied to every tensor of `states`, also inside the parts it holds."""
     changes: dict[str, Any] = {}
-    for field in fields(parts):
-        value = getattr(parts, field.name)
+    for field in fields(states):
+        value = getattr(states, field.name)
         if isinstance(value, torch.Tensor):
             changes[field.name] = function(value)
         elif isinstance(value, (Calibration, PackedStates)):
             changes[field.name] = map_tensors(value, function)
-    return replace(parts, **changes)
+    return replace(states, **changes)
 
 
-def tensors(parts: "Calibration | PackedStates | KVView") -> Iterator[torch.Tensor]:
-    """Every tensor of `parts`, also inside the parts it holds."""
-    for field in fields(parts):
-        value = getattr(parts, field.name)
+def tensors(states: "Calibration | PackedStates | KVView | PreallocatedStates") -> Iterator[torch.Tensor]:
+    """Every tensor of `states`, also inside the parts it holds."""
+    for field in fields(states):
+        value = getattr(states, field.name)
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (Calibration, PackedStates)):

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .. import backends
+from ..backends import choose_backend
 from ..compat import outside_graph
 from ..formats.states import KVView
-from .handles import StaticHandle, attend_static, paired_view, plain
+from .graph_ops import PreallocatedHandle, attend_handle
+from .handles import paired_view, plain
 from .masks import causal, with_bias, with_indices
 
 
@@ -32,7 +33,7 @@ def turboquant_attention(
     """Attention of `query` [B, H_q, S, D] over keys and values [B, H_kv, T, D], as tensors or as a cache's handles.
 
     attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
-    scaling:        factor of the scores, D ** -0.5 by default; softcap: see `reference.attend`
+    scaling:        factor of the scores, D ** -0.5 by default; softcap: see `Backend.attend`
     s_aux:          [H_q], a logit per head that takes weight and gives nothing; `sinks` [B, H_q, S, 1] likewise
     position_bias:  added to the scores, [1 or B, H_q, S, T]
     indices:        int [B, S, top_k], the tokens that sparse attention chose (DSA)
@@ -49,17 +50,17 @@ def turboquant_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
-    sinks = _sinks(sinks, s_aux)
-    if isinstance(key, StaticHandle):
-        return _output(attend_static(query, key, mask, sinks, scaling, softcap))
-    options = dict(mask=mask, scaling=scaling, softcap=softcap, sinks=sinks, is_causal=is_causal)
+    sink_logits = _sink_logits(sinks, s_aux)
+    if isinstance(key, PreallocatedHandle):
+        return _output(attend_handle(query, key, mask, sink_logits, scaling, softcap))
+    options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
     view = paired_view(key, value)
     if view is not None:
         out = _attend_view(query, view, options)
         if out is not None:
             return _output(out)
-    key, value = (plain(key), plain(value)) if view is None else (view.keys, view.values)
-    if softcap is None and bias is None and sinks is None:
+    key, value = (plain(key), plain(value)) if view is None else (view.tail_keys, view.tail_values)
+    if softcap is None and bias is None and sink_logits is None:
         if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
             mask = causal(query.shape[2], key.shape[2], query.device)  # sdpa's own would align the first query
         return sdpa_attention_forward(
@@ -75,15 +76,15 @@ def _attend_view(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> 
         return outside_graph(_attend_view, query, view, options)
     if view.is_exact:
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
-        run = backends.implementation(view.backend, view.keys, view.values)
-        if needs_gradient or not run.takes_exact(query, view):
+        backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
+        if needs_gradient or not backend.takes_exact(query, view):
             return None
     return _attend(query, view, options)
 
 
 def _attend(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor:
-    """Attention [B, H_q, S, D_v]; `options` are those of `reference.attend`."""
-    return backends.implementation(view.backend, view.keys, view.values).attend(query, view, **options)[0]
+    """Attention [B, H_q, S, D_v]; `options` are those of `Backend.attend`."""
+    return choose_backend(view.backend, view.tail_keys, view.tail_values).attend(query, view, **options)[0]
 
 
 def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -91,7 +92,7 @@ def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:
     return out.transpose(1, 2).contiguous(), None
 
 
-def _sinks(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
+def _sink_logits(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
     """Extra logits as [1 or B, H_q, 1 or S]."""
     if sinks is not None:
         return sinks[..., 0]

@@ -1,37 +1,122 @@
-"""The operations on a preallocated layer that torch.compile takes as they are: custom operations on flat tensors.
+"""A preallocated layer inside torch.compile and CUDA graphs: its states as flat lists, operations on them, a handle.
 
-What a layer's tensors are is drawn in `static_parts`.
+Custom operations take tensors, lists of tensors and strings, and no classes: here, and only here, is a layer flat.
 """
+
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import backends
-from ..formats.static_parts import StaticParts, StaticSpec
-from ..storage.growing import check_states
-from .handles import materialize as dequantized
+from ..backends import choose_backend
+from ..formats.presets import Format, Role, get_format
+from ..formats.states import Calibration, PackedStates, PreallocatedStates
+from ..storage.checks import check_states
+from .handles import LazyHandle
+from .handles import materialize as materialize_view
+
+CALIBRATION = ("center", "smooth", "scale")
 
 
-@torch.library.custom_op("tq_cache::update", mutates_args=("held", "total"))
+class Flat(NamedTuple):
+    """`PreallocatedStates` as operations take them.
+
+    held:        ring of keys, ring of values; packed codes, scales, zeros of keys, then of values, those there are
+    calibration: `CALIBRATION` of keys, then of values, those there are
+    num_tokens:  int64 []
+    spec:        formats, which calibration there is, lengths and backend: see `_Spec`
+    """
+
+    held: list[torch.Tensor]
+    calibration: list[torch.Tensor]
+    num_tokens: torch.Tensor
+    spec: str
+
+
+class _Spec(NamedTuple):
+    """What does not change over the life of a layer.  Per role the format and which of `CALIBRATION` there are."""
+
+    formats: tuple[Format, Format]
+    calibration: tuple[tuple[str, ...], tuple[str, ...]]
+    residual_length: int
+    max_length: int
+    backend: str
+
+
+def flatten(states: PreallocatedStates) -> Flat:
+    """The same tensors, flat."""
+    sides = (states.key, states.value)
+    held = [states.ring_keys, states.ring_values]
+    for side in sides:
+        held += [tensor for tensor in (side.packed, side.scale, side.zero) if tensor is not None]
+    measured = [[(name, getattr(side.calibration, name)) for name in CALIBRATION] for side in sides]
+    present = [[name for name, tensor in side if tensor is not None] for side in measured]
+    calibration = [tensor for side in measured for _, tensor in side if tensor is not None]
+    formats = [f"{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
+    spec = " ".join([*formats, str(states.residual_length), str(states.max_length), states.backend])
+    return Flat(held, calibration, states.num_tokens, spec)
+
+
+def unflatten(flat: Flat) -> PreallocatedStates:
+    """The inverse of `flatten`."""
+    spec = _parse(flat.spec)
+    held, calibration = iter(flat.held[2:]), iter(flat.calibration)
+    roles: tuple[Role, Role] = ("key", "value")
+    key, value = (
+        PackedStates(
+            role,
+            fmt,
+            ring.shape[3],
+            next(held),
+            None if fmt.scale == "per_head" else next(held),
+            next(held) if fmt.has_zero else None,
+            Calibration(**{name: next(calibration) for name in names}),
+        )
+        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, flat.held[:2], strict=True)
+    )
+    ring_keys, ring_values = flat.held[:2]
+    return PreallocatedStates(
+        key, value, ring_keys, ring_values, flat.num_tokens, spec.residual_length, spec.max_length, spec.backend
+    )
+
+
+@lru_cache(maxsize=256)
+def _parse(spec: str) -> _Spec:
+    key, value, residual_length, max_length, backend = spec.split()
+    (key, key_names), (value, value_names) = (side.split(":") for side in (key, value))
+    return _Spec(
+        (get_format("key", key), get_format("value", value)),
+        (tuple(filter(None, key_names.split("+"))), tuple(filter(None, value_names.split("+")))),
+        int(residual_length),
+        int(max_length),
+        backend,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- operations
+
+
+@torch.library.custom_op("tq_cache::update", mutates_args=("held", "num_tokens"))
 def update(
     keys: torch.Tensor,
     values: torch.Tensor,
     held: list[torch.Tensor],
     calibration: list[torch.Tensor],
-    total: torch.Tensor,
+    num_tokens: torch.Tensor,
     spec: str,
 ) -> None:
-    """Write one token, [B, H_kv, 1, D] each, as token `total`, and count it; packs a block first if the ring is full.
+    """Write one token, [B, H_kv, 1, D] each, behind those held, and count it; packs a block first if the ring is full.
 
-    Writes nothing, and counts nothing, when `total` is the most there is room for: a step of a captured graph cannot
-    raise.  Raises ValueError, before anything changes, unless shapes and dtypes are those held.
+    Writes nothing, and counts nothing, where there is no room: a step of a captured graph cannot raise.  Raises
+    ValueError, before anything changes, unless shapes and dtypes are those held.
     """
-    parts = StaticParts(spec, held, calibration, total)
-    check_states(keys, values, parts.ring)
-    backends.implementation(StaticSpec.parse(spec).backend, *parts.ring).update_static(parts, keys, values)
+    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    check_states(keys, values, (states.ring_keys, states.ring_values))
+    choose_backend(states.backend, keys, values).update_preallocated(states, keys, values)
 
 
 @update.register_fake
-def _(keys, values, held, calibration, total, spec) -> None:  # type: ignore[no-untyped-def]
+def _(keys, values, held, calibration, num_tokens, spec) -> None:  # type: ignore[no-untyped-def]
     return None
 
 
@@ -40,38 +125,118 @@ def attend(
     query: torch.Tensor,
     held: list[torch.Tensor],
     calibration: list[torch.Tensor],
-    total: torch.Tensor,
+    num_tokens: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
     spec: str,
 ) -> torch.Tensor:
-    """Attention of queries [B, H_q, 1, D] over all tokens held, [B, H_q, 1, D_v]; see `reference.attend`.
+    """`Backend.attend_preallocated`: attention of queries [B, H_q, 1, D] over all tokens held, [B, H_q, 1, D_v].
 
     mask: [B, 1 or H_q, 1, max_length or more], or None
     """
-    parts = StaticParts(spec, held, calibration, total)
-    run = backends.implementation(StaticSpec.parse(spec).backend, *parts.ring)
-    return run.attend_static(query, parts, mask, scaling, softcap, sinks)
+    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    backend = choose_backend(states.backend, states.ring_keys, states.ring_values)
+    return backend.attend_preallocated(query, states, mask, scaling, softcap=softcap, sink_logits=sink_logits)
 
 
 @attend.register_fake
-def _(query, held, calibration, total, mask, sinks, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _(query, held, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
     return query.new_empty(*query.shape[:3], held[1].shape[3])
 
 
 @torch.library.custom_op("tq_cache::materialize", mutates_args=())
 def materialize(
-    held: list[torch.Tensor], calibration: list[torch.Tensor], total: torch.Tensor, role: str, spec: str
+    held: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, role: str, spec: str
 ) -> torch.Tensor:
     """All keys, or values, dequantised in the model's dtype, [B, H_kv, max_length, D], zeros behind the last."""
-    view = StaticParts(spec, held, calibration, total).view()
-    x = dequantized(view, "key" if role == "key" else "value")
-    return torch.nn.functional.pad(x, (0, 0, 0, StaticSpec.parse(spec).max_length - x.shape[2]))
+    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    x = materialize_view(states.view(), "key" if role == "key" else "value")
+    return torch.nn.functional.pad(x, (0, 0, 0, states.max_length - x.shape[2]))
 
 
 @materialize.register_fake
-def _(held, calibration, total, role, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _(held, calibration, num_tokens, role, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
     ring = held[0] if role == "key" else held[1]
-    return ring.new_empty(*ring.shape[:2], StaticSpec.parse(spec).max_length, ring.shape[3])
+    return ring.new_empty(*ring.shape[:2], _parse(spec).max_length, ring.shape[3])
+
+
+# ----------------------------------------------------------------------------------------------------------- handle
+
+
+class PreallocatedHandle(LazyHandle):
+    """Stands for the keys or the values of a preallocated layer, [B, H_kv, max_length, D]; torch.compile traces it."""
+
+    _spec: str
+    _role: Role
+    _counts: tuple[int, int]
+    num_tokens: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, flat: Flat, role: Role) -> "PreallocatedHandle":
+        ring = flat.held[0 if role == "key" else 1]
+        shape = (*ring.shape[:2], _parse(flat.spec).max_length, ring.shape[3])
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=ring.dtype, device=ring.device)
+        handle._spec, handle._role = flat.spec, role
+        handle._counts = len(flat.held), len(flat.calibration)
+        for name, tensor in zip(handle._names(), (*flat.held, *flat.calibration, flat.num_tokens), strict=True):
+            setattr(handle, name, tensor)  # flat attributes are what torch.compile takes apart
+        return handle
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PreallocatedHandle({self._role}, shape={list(self.shape)})"
+
+    def _names(self) -> list[str]:
+        held, calibration = self._counts
+        return [*(f"held_{i}" for i in range(held)), *(f"calibration_{i}" for i in range(calibration)), "num_tokens"]
+
+    @property
+    def flat(self) -> Flat:
+        inner = [getattr(self, name) for name in self._names()]
+        return Flat(inner[: self._counts[0]], inner[self._counts[0] : -1], inner[-1], self._spec)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return self._names(), (self._spec, self._role, self._counts)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> "PreallocatedHandle":
+        spec, role, (held, _) = context
+        tensors = list(inner.values())
+        return PreallocatedHandle(Flat(tensors[:held], tensors[held:-1], tensors[-1], spec), role)
+
+    def dequantize(self) -> torch.Tensor:
+        """The tensor that this handle stands for; zeros behind the last token."""
+        flat = self.flat
+        return torch.ops.tq_cache.materialize(flat.held, flat.calibration, flat.num_tokens, self._role, flat.spec)
+
+
+# torch.compile takes the next two as they are: it could not follow the making of handles, nor what they hold.
+
+
+@torch._dynamo.allow_in_graph
+def handle_pair(
+    held: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The handles of keys and values of a preallocated layer."""
+    flat = Flat(held, calibration, num_tokens, spec)
+    return PreallocatedHandle(flat, "key"), PreallocatedHandle(flat, "value")
+
+
+@torch._dynamo.allow_in_graph
+def attend_handle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention [B, H_q, 1, D_v] of one query per sequence over what the handle of keys belongs to."""
+    assert isinstance(key, PreallocatedHandle)
+    flat = key.flat
+    return torch.ops.tq_cache.attend(
+        query, flat.held, flat.calibration, flat.num_tokens, mask, sink_logits, scaling, softcap, flat.spec
+    )

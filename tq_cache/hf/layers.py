@@ -1,4 +1,4 @@
-"""transformers' layer contract over `LayerStorage`.  No maths here."""
+"""transformers' layer contract over a `LayerStorage`.  No maths here."""
 
 from typing import Any
 
@@ -12,10 +12,11 @@ from transformers.cache_utils import (
 )
 
 from ..compat import length_after_crop, outside_graph
-from ..storage.growing import LayerStorage
-from ..storage.preallocated import StaticStorage
-from . import graph_ops  # noqa: F401  registers torch.ops.tq_cache
-from .handles import KVHandle, materialize, static_pair
+from ..planning.layers import INDEXED
+from ..storage.base import LayerStorage
+from ..storage.preallocated import PreallocatedStorage
+from . import graph_ops
+from .handles import KVHandle, materialize
 
 ATTENTION_NAME = "turboquant"
 
@@ -28,7 +29,7 @@ class PackedLayer(DynamicLayer):
 
     is_croppable = True
 
-    def __init__(self, storage: LayerStorage | StaticStorage, config: PreTrainedConfig) -> None:
+    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
         self.storage = storage
         self.config = config
         self.is_initialized = False
@@ -91,7 +92,7 @@ class PackedLayer(DynamicLayer):
             self.storage.to(self.device)
 
 
-class PackedStaticLayer(PackedLayer):
+class PreallocatedLayer(PackedLayer):
     """A preallocated layer: one token at a time goes through operations that torch.compile and CUDA graphs take.
 
     Several tokens at once (prefill) wait for the device to say how many it holds, so they are never compiled.
@@ -99,32 +100,39 @@ class PackedStaticLayer(PackedLayer):
 
     is_compileable = True
     is_croppable = False
-    storage: StaticStorage
+    storage: PreallocatedStorage
+    flat: graph_ops.Flat | None = None  # the storage's states, from the first tokens on
 
     @property
     def max_cache_len(self) -> int:
         """Tokens there is room for."""
-        return self.storage.spec.max_length
+        return self.storage.max_length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self.storage.parts
-        if parts is None or key_states.shape[2] > 1:
-            return super().update(key_states, value_states)
+        if self.flat is None or key_states.shape[2] > 1:
+            return outside_graph(PreallocatedLayer._append, self, key_states, value_states)
         self.storage.admit(key_states, value_states)
-        held, calibration, total, spec = parts.held, parts.calibration, parts.total, parts.spec
-        torch.ops.tq_cache.update(key_states, value_states, held, calibration, total, spec)
+        held, calibration, num_tokens, spec = self.flat
+        torch.ops.tq_cache.update(key_states, value_states, held, calibration, num_tokens, spec)
         if self.config._attn_implementation == ATTENTION_NAME:
-            return static_pair(held, calibration, total, spec)
+            return graph_ops.handle_pair(held, calibration, num_tokens, spec)
         return (
-            torch.ops.tq_cache.materialize(held, calibration, total, "key", spec),
-            torch.ops.tq_cache.materialize(held, calibration, total, "value", spec),
+            torch.ops.tq_cache.materialize(held, calibration, num_tokens, "key", spec),
+            torch.ops.tq_cache.materialize(held, calibration, num_tokens, "value", spec),
         )
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = super().update(keys, values)
+        if self.flat is None:
+            assert self.storage.states is not None
+            self.flat = graph_ops.flatten(self.storage.states)
+        return pair
 
     def get_seq_length(self) -> Any:
         """Tokens held, an int64 tensor on the device once there are any."""
-        return self.storage.parts.total if self.storage.parts is not None else 0
+        return 0 if self.flat is None else self.flat.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that attention sees: all there is room for, at prefill those there are."""
@@ -147,7 +155,7 @@ class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
 class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
     """A layer with a linear-attention state, kept as transformers keeps it, beside packed keys and values."""
 
-    def __init__(self, storage: LayerStorage | StaticStorage, config: PreTrainedConfig, number_of_states: int) -> None:
+    def __init__(self, storage: LayerStorage, config: PreTrainedConfig, number_of_states: int) -> None:
         PackedLayer.__init__(self, storage, config)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
@@ -179,8 +187,24 @@ class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
         PackedLayer.crop(self, tokens_to_remove)
 
 
-class PackedStaticHybridLayer(PackedHybridLayer, PackedStaticLayer):
+class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):
     """A preallocated layer with a linear-attention state, kept as transformers keeps it."""
 
     is_compileable = True
     is_croppable = False
+
+
+def packed_layer(kind: str, storage: LayerStorage, config: PreTrainedConfig, replaced: Any) -> PackedLayer:
+    """The layer of this kind over a storage, in place of transformers' own.
+
+    Raises NotImplementedError for sparse attention in preallocated memory.
+    """
+    preallocated = isinstance(storage, PreallocatedStorage)
+    if kind in INDEXED:
+        if preallocated:
+            raise NotImplementedError(f"layers of kind {kind} cannot be preallocated; leave max_cache_len out")
+        return PackedIndexedLayer(storage, config)
+    if kind == "hybrid":
+        make = PreallocatedHybridLayer if preallocated else PackedHybridLayer
+        return make(storage, config, replaced.number_of_states)
+    return (PreallocatedLayer if preallocated else PackedLayer)(storage, config)

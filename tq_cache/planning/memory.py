@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
 from ..formats.rotation import check_head_dim
-from ..storage.growing import growth, round_up
+from ..storage.base import round_up
+from ..storage.growing import growth
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
 
@@ -141,18 +141,14 @@ def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSett
 
 
 def _split(settings: PlanSettings) -> tuple[int, int]:
-    """Tokens that a packed layer has room for, packed and in the model's dtype, as `LayerStorage` divides them."""
+    """Tokens that a packed layer has room for, packed and in the model's dtype, as `GrowingStorage` divides them."""
     context, sinks = settings.context, settings.sink_tokens
     room = settings.residual_length + sinks + 1
     surplus = context - sinks - settings.residual_length
-    packed = min(_whole_blocks(surplus), context - sinks) if surplus > 0 else 0
+    packed = min(round_up(surplus), context - sinks) if surplus > 0 else 0
     tail = context - packed - (sinks if packed else 0)
-    tail_room = min(room, _whole_blocks(tail + growth(tail) + 1))
-    return _whole_blocks(packed), tail_room + (sinks if packed else 0)
-
-
-def _whole_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    tail_room = min(room, round_up(tail + growth(tail) + 1))
+    return round_up(packed), tail_room + (sinks if packed else 0)
 
 
 def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:

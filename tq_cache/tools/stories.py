@@ -11,87 +11,25 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# --------------------------------------------------------------------------------------------
-# Words
-
-SHE = (
-    "Mira Anna Clara Ella Nora Lena Ruth Ivy Rosa Greta Hilda Alma Edith Flora Iris Jane Kara "
-    "Lily Mabel Nina Olga Paula Rita Sara Tessa Una Vera Wilma Zoe Agnes Bella Cora Dora Elsa "
-    "Freya Gemma Hazel Ida June Kate Lucy Maya Nell Opal Pearl Rose Stella Thea Ursula Violet "
-    "Wanda Yara Zelda Amina Petra Sonia"
-).split()
-HE = (
-    "Tom Ben Carl Dan Eric Finn Gus Hugo Ivan Jack Karl Leo Max Ned Otto Paul Rolf Sam Tim Uwe "
-    "Victor Walt Adam Boris Colin David Emil Frank Georg Hans Igor Jonas Kurt Luke Mark Nils "
-    "Oscar Peter Ralf Simon Theo Urban Vince Will Yuri Zack Arthur Bruno Casper Dirk Edgar Felix "
-    "Gilbert Henry Jasper Milo"
-).split()
-_TRADES = {
-    "baker": ("kneaded the dough", "lit the oven", "carried warm bread to the market"),
-    "smith": ("mended an iron gate", "heated the forge", "shaped a small hook"),
-    "farmer": ("fed the hens", "ploughed the lower field", "stacked the dry hay"),
-    "fisher": ("mended the nets", "rowed out before dawn", "sorted the silver fish"),
-    "teacher": ("read aloud to the children", "wrote sums on the board", "rang the school bell"),
-    "tailor": ("cut a length of cloth", "sewed on nine buttons", "pressed a grey coat"),
-    "miller": ("filled the sacks with flour", "cleaned the great wheel", "swept the mill floor"),
-    "gardener": ("watered the beans", "planted a row of tulips", "cut back the hedge"),
-    "sailor": ("coiled the ropes", "patched the sail", "watched the tide"),
-    "carpenter": ("planed a long board", "built a narrow shelf", "sharpened the saw"),
-    "doctor": ("bound a sore hand", "mixed a bitter tea", "visited the sick"),
-    "weaver": ("set up the loom", "dyed the wool", "wove a striped rug"),
-    "potter": ("turned a tall jug", "fired the kiln", "painted six bowls"),
-    "shepherd": ("counted the sheep", "climbed to the high meadow", "called the dog"),
-    "clerk": ("copied a letter", "filed the old papers", "sealed the envelope"),
-    "painter": ("mixed the paints", "sketched the harbour", "framed a picture"),
-}
-_ANIMALS = "dog cat fox goat pony crow goose rabbit donkey hen lamb parrot squirrel owl".split()
-COLOURS = (
-    "red blue green yellow brown black white grey silver golden purple orange pink amber scarlet "
-    "copper ivory violet crimson pale dark bright"
-).split()
-THINGS = (
-    "lantern cup key ring book coat drum bell kite boat box chair clock crown flute glass hat "
-    "jar kettle knife ladder lamp map mask mirror needle pearl pen pipe plate pot purse ribbon "
-    "rope saddle scarf shell shield shoe spoon stone sword table tent torch trumpet vase wagon "
-    "watch wheel whistle anchor basket blanket bottle bucket candle feather"
-).split()
-_FOODS = (
-    "soup;fresh bread;apple pie;cheese;plum jam;roast fish;honey cake;boiled eggs;pea stew;"
-    "warm milk;mushrooms;pancakes;dumplings;pears;walnuts;butter biscuits"
-).split(";")
-_SPOTS = (
-    "old mill;stone bridge;market square;north gate;town well;river bank;quiet harbour;school "
-    "yard;chapel hill;oak forest;lower meadow;lighthouse;railway station;inn by the road;long "
-    "pier;abandoned tower;frozen pond;apple orchard;windy cliff;narrow lane;post office;"
-    "empty barn;great hall;salt caves"
-).split(";")
-_WEATHER = ("cold;warm;windy;rainy;foggy;bright;quiet;stormy;dusty;frosty;grey;mild;wet;clear").split(";")
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_TIMES = "morning noon evening night dawn dusk afternoon".split()
-_FEELINGS = (
-    "happy;tired;proud;worried;calm;hungry;curious;afraid;angry;cheerful;lonely;sleepy;"
-    "patient;grateful;puzzled;restless"
-).split(";")
-_COUNTED = (
-    "boats;geese;ducks;wagons;sacks of flour;candles;stars;lamps;horses;baskets;old coins;"
-    "children;white stones;apples;letters;steps;barrels;trees"
-).split(";")
-_ADVERBS = (
-    "Soon;Later;After a while;Then;At last;Before long;A little later;Once more;Without a word;As always;For once"
-).split(";")
-_ONSETS = "b br d dr f fl g gr h j k kr l m n p pr r s st t tr v w z th sh".split()
-_VOWELS = "a e i o u a e o ei au".split()
-_CODAS = "l n r m s nd th k rn st".split()
-# Ordinary words for memos; mixed with the lists above.
-PLAIN = (
-    "river winter corner summer window garden letter music silence thunder village morning paper "
-    "sugar pepper copper timber marble island mountain valley shadow signal engine ticket market "
-    "butter cotton velvet harvest journey number pattern season station story supper temper tower "
-    "water weather wonder yellow circle desert dinner doctor finger forest hammer hunter ladder "
-    "lemon lesson magnet meadow member mirror nature orange packet parent pencil person planet "
-    "pocket prince puzzle record rocket sailor school second secret shelter simple sister spider "
-    "spring square street string sudden system tailor target temple theory tunnel turtle"
-).split()
+from .words import (
+    ADVERBS,
+    ANIMALS,
+    CODAS,
+    COLOURS,
+    COUNTED,
+    DAYS,
+    FEELINGS,
+    FOODS,
+    HE,
+    ONSETS,
+    SHE,
+    SPOTS,
+    THINGS,
+    TIMES,
+    TRADES,
+    VOWELS,
+    WEATHER,
+)
 
 # --------------------------------------------------------------------------------------------
 # Stories
@@ -229,8 +167,8 @@ _CLOSE = (
 def invented_name(rng: random.Random) -> str:
     """A capitalised made-up word of two or three syllables, such as "Belmar"."""
     syllables = rng.choice((2, 2, 2, 3))
-    word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables))
-    return (word + rng.choice(_CODAS)).capitalize()
+    word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables))
+    return (word + rng.choice(CODAS)).capitalize()
 
 
 def _with_article(noun: str) -> str:
@@ -259,12 +197,12 @@ class _World:
             _Person(
                 name=name,
                 pronoun=pronoun,
-                trade=rng.choice(list(_TRADES)),
+                trade=rng.choice(list(TRADES)),
                 home=invented_name(rng),
-                animal=rng.choice(_ANIMALS),
+                animal=rng.choice(ANIMALS),
                 pet=invented_name(rng),
                 keepsake=f"{rng.choice(COLOURS)} {rng.choice(THINGS)}",
-                food=rng.choice(_FOODS),
+                food=rng.choice(FOODS),
             )
             for name, pronoun in cast
         ]
@@ -274,12 +212,12 @@ class _World:
         rng = self.rng
         first, second = rng.sample(self.people, 2)
         fixed = {
-            "spot": rng.choice(_SPOTS),
-            "weather": rng.choice(_WEATHER),
-            "day": rng.choice(_DAYS),
-            "time": rng.choice(_TIMES),
+            "spot": rng.choice(SPOTS),
+            "weather": rng.choice(WEATHER),
+            "day": rng.choice(DAYS),
+            "time": rng.choice(TIMES),
             "n": str(rng.randint(3, 60)),
-            "counted": rng.choice(_COUNTED),
+            "counted": rng.choice(COUNTED),
         }
         opening = rng.sample(_INTRO, rng.randint(1, 3)) + [rng.choice(_OPEN)]
         middle = rng.sample(_MIDDLE, rng.randint(4, 9))
@@ -294,7 +232,7 @@ class _World:
             sentence = template.format_map(_Slots(rng, *pair, fixed))
             in_middle = 0 <= index - len(opening) < len(middle)
             if in_middle and template.startswith(("{A}", "{B}")) and rng.random() < 0.25:
-                sentence = f"{rng.choice(_ADVERBS)}, {sentence}"
+                sentence = f"{rng.choice(ADVERBS)}, {sentence}"
             sentences.append(sentence)
         return sentences
 
@@ -327,9 +265,9 @@ class _Slots(dict):
         if field == "colour":
             return rng.choice(COLOURS)
         if field == "work":
-            return rng.choice(_TRADES[person.trade])
+            return rng.choice(TRADES[person.trade])
         if field == "feel":
-            return rng.choice(_FEELINGS)
+            return rng.choice(FEELINGS)
         if field == "thing":
             return rng.choice(THINGS)
         if field == "a_thing":

@@ -11,7 +11,7 @@ import transformers
 from rich.markup import escape
 from rich.table import Table
 
-from ..backends import path
+from ..backends import describe
 from ..backends.hardware import ARCHITECTURES, Architecture
 from ..cache import TurboQuantCache
 from ..checkpoint.declaration import find_folder, read_declaration
@@ -35,7 +35,7 @@ def demo_table(case: Case, runs: Sequence[Generated], device: torch.device) -> T
         table.add_row(*row, f"{run.bits_per_element:.2f}", f"{run.ratio:.2f}x", f"{run.tokens_per_second:.1f}")
     table.caption = (
         f"agreement: share of {len(runs[0].tokens)} tokens equal to those with the 16-bit cache; KV bytes: all that a "
-        f"cache holds, its newest tokens in the model's dtype too; computed by: {path(device)}"
+        f"cache holds, its newest tokens in the model's dtype too; computed by: {describe(device)}"
     )
     return table
 
@@ -56,7 +56,7 @@ def machine_table(device: torch.device, row: Architecture) -> Table:
     table = Table(title="this machine", show_header=False)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     table.add_row("device", f"{device.type}: {name}, architecture {row.name}, {torch.get_num_threads()} CPU threads")
-    table.add_row("computed by", f"{path(device)}, all formats")
+    table.add_row("computed by", f"{describe(device)}, all formats")
     table.add_row("decode path", f"{row.decode_path}: {row.reason}")
     table.add_row("fp8 by instruction", f"convert: {_formats(row.fp8_convert)}; multiply: {_formats(row.fp8_multiply)}")
     table.add_row("python, system", f"{sys.version.split()[0]}, {platform.platform()}")

@@ -18,7 +18,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .stories import COLOURS, HE, PLAIN, SHE, THINGS, invented_name, story, story_pieces  # noqa: F401
+from .stories import invented_name, story, story_pieces  # noqa: F401
+from .words import COLOURS, HE, PLAIN, SHE, THINGS
 
 KINDS = ("passkey", "recall", "copy", "ledger")
 CountTokens = Callable[[str], int]

@@ -1,0 +1,146 @@
+"""What every storage of one layer does, however it holds its tokens: the contract, and what is the same for all."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..backends import Backend, choose_backend
+from ..backends.calibration import calibrate_pair
+from ..formats.packing import BLOCK_TOKENS
+from ..formats.presets import Preset, Role
+from ..formats.states import Calibration, KVView, PackedStates
+from .checks import check_packable, check_states
+
+
+def round_up(tokens: int) -> int:
+    """To whole blocks."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+class LayerStorage(ABC):
+    """Keys and values of one layer: packed tokens, and the newest ones in the model's dtype.
+
+    preset:          formats, centring, smoothing
+    residual_length: up to so many newest tokens stay in the model's dtype
+    backend:         who computes, see `backends`
+    given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
+
+    Operations other than `append` move bits: no token is ever quantised twice.
+    """
+
+    def __init__(
+        self, preset: Preset, residual_length: int, backend: str, given_scales: Mapping[Role, torch.Tensor] | None
+    ) -> None:
+        self.preset = preset
+        self.residual_length = residual_length
+        self.backend = backend
+        self.given_scales = dict(given_scales or {})
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens held."""
+
+    @property
+    @abstractmethod
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The memory of the newest keys and values, [B, H_kv, slots, D] each; None before the first token."""
+
+    @abstractmethod
+    def view(self) -> KVView:
+        """Everything held, as it is now; raises ValueError on an empty storage."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Every tensor held."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences held, None before the first token."""
+        return None if self.newest is None else self.newest[0].shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the newest tokens, None before the first token."""
+        return None if self.newest is None else self.newest[0].dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all keys and values held."""
+        if self.newest is None:
+            return 0
+        keys, values = self.newest
+        return keys.shape[0] * keys.shape[1] * self.length * (keys.shape[3] + values.shape[3])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, room for coming tokens included."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise ValueError, changing nothing, unless these tokens, [B, H_kv, T, D] each, can be appended."""
+        newest = self.newest
+        check_states(keys, values, newest)
+        if newest is None and self.packs:
+            check_packable(keys, values, self.given_scales)
+            self._backend(keys, values)  # raises where the one asked for cannot run
+
+    @property
+    def packs(self) -> bool:
+        """Whether tokens are ever packed here."""
+        return True
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Add tokens, [B, H_kv, T, D] each, and return what attention over them should read.
+
+        In that view the new tokens and the tail before them are still exact, also those that get packed here.
+        Raises ValueError, before anything changes, when they do not fit each other, what is held, or the room there is.
+        """
+        self.admit(keys, values)
+        return self._append(keys, values)
+
+    @abstractmethod
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """`append` of tokens that fit."""
+
+    def _backend(self, keys: torch.Tensor, values: torch.Tensor) -> Backend:
+        return choose_backend(self.backend, keys, values)
+
+    def _calibrate(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Calibration, Calibration]:
+        return calibrate_pair(self.preset, keys, values, self.given_scales)
+
+    def _unwritten(
+        self, keys: torch.Tensor, values: torch.Tensor, capacity: int, calibration: tuple[Calibration, Calibration]
+    ) -> tuple[PackedStates, PackedStates]:
+        """Packed states with room for `capacity` tokens, whole blocks, beside such keys and values."""
+        return (
+            PackedStates.empty("key", self.preset.key, keys, capacity, calibration[0]),
+            PackedStates.empty("value", self.preset.value, values, capacity, calibration[1]),
+        )
+
+    # -------------------------------------------------------------------------------- whole tokens and sequences
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every token."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens.  Raises ValueError unless there are so many."""
+
+    @abstractmethod
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices` (int64, may repeat; or bool) in that order."""
+
+    @abstractmethod
+    def repeat(self, repeats: int) -> None:
+        """Every sequence `repeats` times, one behind the other."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move everything; does not wait for the copies."""

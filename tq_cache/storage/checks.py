@@ -1,0 +1,63 @@
+"""What new keys and values must be before a storage takes them.  Nothing has changed when one of these raises."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+from ..formats.presets import Role
+from ..formats.rotation import check_head_dim
+
+# Shape and dtype, all that is looked at of a tensor here.
+_Described = tuple[torch.Size, torch.dtype]
+
+
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Raise ValueError unless keys and values [B, H_kv, T, D] fit each other and those `held`, if there are any."""
+    olds = (None, None) if held is None else ((held[0].shape, held[0].dtype), (held[1].shape, held[1].dtype))
+    _check_shapes((keys.shape, keys.dtype), (values.shape, values.dtype), *olds)
+
+
+@lru_cache(maxsize=1024)  # every step of every layer asks the same
+def _check_shapes(
+    keys: _Described, values: _Described, held_keys: _Described | None, held_values: _Described | None
+) -> None:
+    if len(keys[0]) != 4 or len(values[0]) != 4 or keys[0][:3] != values[0][:3]:
+        raise ValueError(
+            "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
+            f"got {list(keys[0])} and {list(values[0])}"
+        )
+    for held, new, name in ((held_keys, keys, "keys"), (held_values, values, "values")):
+        if held is None:
+            continue
+        (old_shape, old_dtype), (shape, dtype) = held, new
+        if (old_shape[:2], old_shape[3]) != (shape[:2], shape[3]):
+            raise ValueError(
+                f"expected {name} of batch {old_shape[0]}, {old_shape[1]} KV heads and head_dim {old_shape[3]}, "
+                f"as this cache holds, got {list(shape)}; use a new cache, reset() or batch_select_indices()"
+            )
+        if old_dtype != dtype:
+            raise ValueError(
+                f"expected {name} in {old_dtype}, as this cache holds, got {dtype}; "
+                "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
+            )
+
+
+def check_packable(keys: torch.Tensor, values: torch.Tensor, given_scales: Mapping[Role, torch.Tensor]) -> None:
+    """Raise ValueError unless keys and values [B, H_kv, T, D] have a head_dim and KV heads that can be packed."""
+    check_head_dim(keys.shape[3])
+    check_head_dim(values.shape[3])
+    for role, scale in given_scales.items():
+        if scale.numel() not in (1, keys.shape[1]):
+            raise ValueError(
+                f"expected a scale of {role}s with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
+            )
+
+
+def check_room(held: int, count: int, max_length: int) -> None:
+    """Raise ValueError unless `count` more tokens fit beside those held."""
+    if held + count > max_length:
+        raise ValueError(
+            f"expected at most max_cache_len = {max_length} tokens, got {held} held and {count} new; "
+            "make the cache with a larger max_cache_len"
+        )
