@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from error_budget import seeded
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
 from tq_cache import packing, reference
@@ -39,7 +40,7 @@ class Case:
     def make(self, role: str, device: str, dtype: torch.dtype) -> tuple[PackedStates, torch.Tensor]:
         """Calibrated states full of ones, and vectors for them."""
         dim = self.dim if role == "key" else self.value_dim or self.dim
-        generator = torch.Generator().manual_seed(dim + len(role))
+        generator = seeded(dim + len(role))
         x = torch.randn(self.batch, self.heads, self.ends[-1], dim, generator=generator)
         x = x * (1 + torch.rand(dim, generator=generator)) + torch.randn(dim, generator=generator)
         x = x.to(device, dtype)

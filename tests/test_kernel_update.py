@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from error_budget import seeded
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
 from tq_cache import reference
@@ -16,7 +17,7 @@ NAMES = ("fp8_e5m2", "k8v4", "3bit_nc", "tq4")
 def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
     """Shares of ring elements, of bytes of packed tokens and of scales that differ after steps over a full ring."""
     ours, theirs = (StaticStorage(PRESETS[preset], 64, 132, "reference") for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
 
     def tokens(count):
         return [torch.randn(2, 2, count, dim, generator=generator).to(device, dtype) for dim in dims]
