@@ -26,8 +26,8 @@ import torch
 from tq_cache import reference
 from tq_cache.parts import KVView
 
-# A and L are about two standard deviations of an error, as roundings are 0.4 u in the mean square.  One or two scores may
-# decide a row, and one row the norm of all; of thousands of rows, the worst is to be in.
+# A and L are about two standard deviations of an error: roundings are 0.4 u in the mean square.  One or two scores may
+# decide a row, and one row the norm of all; of the thousands of rows of all tests, the worst is to be within.
 NORM, ROW = 2.0, 4.0
 
 
