@@ -58,7 +58,7 @@ def check(name: str, heads: int, kv_heads: int, dim: int) -> None:
     expected, _ = reference.attend(query.double(), view, None, dim**-0.5)
     keys, values = (
         torch.cat([reference.dequantize(states, view.packed_length, torch.bfloat16), exact], dim=2)
-        for states, exact in ((view.key, view.keys), (view.value, view.values))
+        for states, exact in ((view.key, view.tail_keys), (view.value, view.tail_values))
     )
     plain = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     out, _ = attend(query, view, None, dim**-0.5)

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: processes of their own, compiling for GPUs that are not there, error budgets.
+"""What the tests of kernels share: processes of their own, compiling for GPUs that are not there.
 
 Triton reads TRITON_INTERPRET when it is imported, and 3.6 lets conversions of one target leak into the next, so a test
 file runs itself as a script, once per target, and prints one JSON line per case.
@@ -89,8 +89,3 @@ def _leaves(kind: Any, path: tuple[int, ...]) -> Any:
             yield from _leaves(item, (*path, index))
     else:
         yield path, kind
-
-
-def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """||x - expected|| / ||expected|| in float64; NaN where `x` has any."""
-    return ((x.double() - expected.double()).norm() / expected.double().norm()).item()

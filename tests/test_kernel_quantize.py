@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from error_budget import seeded
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
 from tq_cache.backends import reference
+from tq_cache.backends.calibration import calibrate as measure
 from tq_cache.formats import packing
 from tq_cache.formats.presets import PRESETS, Preset, get_format
 from tq_cache.formats.states import PackedStates
@@ -40,14 +42,14 @@ class Case:
     def make(self, role: str, device: str, dtype: torch.dtype) -> tuple[PackedStates, torch.Tensor]:
         """Calibrated states full of ones, and vectors for them."""
         dim = self.dim if role == "key" else self.value_dim or self.dim
-        generator = torch.Generator().manual_seed(dim + len(role))
+        generator = seeded(dim + len(role))
         x = torch.randn(self.batch, self.heads, self.ends[-1], dim, generator=generator)
         x = x * (1 + torch.rand(dim, generator=generator)) + torch.randn(dim, generator=generator)
         x = x.to(device, dtype)
         counts = torch.ones(self.batch, 1, x.shape[2], 1, dtype=torch.bool, device=device)
         smooth = self.chosen.smooth if role == "key" else 0.0
         fmt = self.chosen.key if role == "key" else self.chosen.value
-        calibration = reference.calibrate(x, fmt, self.chosen.center, smooth, counts)
+        calibration = measure(x, fmt, self.chosen.center, smooth, counts)
         if self.damage:
             damage(x)
         states = PackedStates.empty(role, fmt, x, -(-x.shape[2] // 64) * 64 + 64, calibration)

@@ -4,21 +4,23 @@ import sys
 
 import pytest
 import torch
+from error_budget import seeded
 from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
 
 from tq_cache.backends import reference
 from tq_cache.formats.presets import PRESETS
-from tq_cache.storage.preallocated import StaticStorage
+from tq_cache.hf.graph_ops import flatten
+from tq_cache.storage.preallocated import PreallocatedStorage
 
 NAMES = ("fp8_e5m2", "k8v4", "3bit_nc", "tq4")
 
 
 def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
     """Shares of ring elements, of bytes of packed tokens and of scales that differ after steps over a full ring."""
-    from tq_cache.backends.triton import update_static
+    from tq_cache.backends.triton import update_preallocated
 
-    ours, theirs = (StaticStorage(PRESETS[preset], 64, 132, "reference") for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (PreallocatedStorage(PRESETS[preset], 64, 132, "reference") for _ in range(2))
+    generator = seeded(0)
 
     def tokens(count):
         return [torch.randn(2, 2, count, dim, generator=generator).to(device, dtype) for dim in dims]
@@ -28,11 +30,11 @@ def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
         storage.append(*first)
     for _ in range(7):  # the third packs a block, the last finds no room
         step = tokens(1)
-        update_static(ours.parts, *step)
-        reference.update_static(theirs.parts, *step)
+        update_preallocated(ours.states, *step)
+        reference.update_preallocated(theirs.states, *step)
     assert ours.length == theirs.length == 132
     found = []
-    for mine, other in zip(ours.parts.held, theirs.parts.held, strict=True):
+    for mine, other in zip(flatten(ours.states).held, flatten(theirs.states).held, strict=True):
         mine, other = mine.float(), other.float()
         close = torch.isclose(mine, other, rtol=1e-3) if mine.dim() == 3 else mine == other
         found.append((~close).float().mean().item())
@@ -62,9 +64,9 @@ def compile_all(target, *presets):
     backend, arch, _ = TARGETS[target]
     for dtype in DTYPES:
         for preset in presets:
-            storage = StaticStorage(PRESETS[preset], 64, 200, "reference")
+            storage = PreallocatedStorage(PRESETS[preset], 64, 200, "reference")
             storage.append(*(torch.randn(1, 1, 16, 128).to(DTYPES[dtype]) for _ in range(2)))
-            key, value = map(states_of, storage.parts.states())
+            key, value = map(states_of, (storage.states.key, storage.states.value))
             constants, options = choose(key, value, DTYPES[dtype], backend, arch)
             constants.pop("STAGES")
 

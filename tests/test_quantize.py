@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tq_cache.backends import reference
+from tq_cache.backends import quantizers, reference
+from tq_cache.backends.calibration import calibrate as measure
 from tq_cache.formats.codebook import Codebook
 from tq_cache.formats.packing import BLOCK_TOKENS
 from tq_cache.formats.presets import FORMATS, Format
@@ -34,7 +35,7 @@ def all_count(x: torch.Tensor) -> torch.Tensor:
 
 
 def calibrate(x: torch.Tensor, fmt: Format, center: bool = False, smooth: float = 0.0) -> Calibration:
-    return reference.calibrate(x, fmt, center, smooth, all_count(x))
+    return measure(x, fmt, center, smooth, all_count(x))
 
 
 def stored(x: torch.Tensor, role: str, fmt: Format, calibration: Calibration | None = None) -> PackedStates:
@@ -180,7 +181,7 @@ def test_least_squares_values_cannot_be_scaled_better(bits, generator):
 @every_rotated
 def test_codes_are_the_nearest_in_the_rotated_space(role, fmt, generator):
     x = gaussian(generator, 1, 2, 33, 80, dtype=torch.float64)
-    codes, _, _ = reference.quantize(x, fmt, PLAIN)
+    codes, _, _ = quantizers.quantize(x, fmt, PLAIN)
     unit = rotate(x) / x.norm(dim=-1, keepdim=True) * math.sqrt(80) / fmt.codebook.unit
     values = fmt.codebook.values(dtype=torch.float64)
     assert torch.equal(codes.int(), (unit[..., None] - values).abs().argmin(dim=-1).int())
@@ -200,7 +201,7 @@ def test_min_max_range_is_covered(fmt, generator):
     assert ((x.double() - read).abs().amax(dim=-1) <= half_step + rounding).all()
     assert ((read.amin(dim=-1) - low).abs() <= rounding).all()
     assert ((read.amax(dim=-1) - high).abs() <= rounding).all()
-    codes, _, _ = reference.quantize(x, fmt, states.calibration)
+    codes, _, _ = quantizers.quantize(x, fmt, states.calibration)
     assert all(len(vector.unique()) <= levels for vector in read[0, 0])
     assert int(codes.max()) == levels - 1
 
@@ -226,7 +227,7 @@ def test_float8_is_torchs_cast_of_the_scaled_vector(fmt, dtype, generator):
     states = stored(x, "key", fmt)
     scale = states.calibration.scale
     codes = (x.float() / scale).to(fmt.float8)
-    assert torch.equal(reference.decode(states)[:, :, :70], codes.float())
+    assert torch.equal(quantizers.decode(states)[:, :, :70], codes.float())
     assert torch.equal(reference.dequantize(states, 70, torch.float32), codes.float() * scale)
 
 
@@ -325,7 +326,7 @@ def test_bad_tokens_read_back_as_nan_and_change_no_other(role, fmt, bad, center,
     good = torch.ones(70, dtype=torch.bool)
     good[[0, 33]] = False
     # what the calibration should be: that of the good tokens (for the one row and head that has bad ones)
-    without = reference.calibrate(clean, fmt, center, smooth, good[None, None, :, None].expand(2, 1, -1, -1))
+    without = measure(clean, fmt, center, smooth, good[None, None, :, None].expand(2, 1, -1, -1))
     calibration = calibrate(x, fmt, center, smooth)
     for part in ("center", "smooth", "scale"):
         measured, expected = getattr(calibration, part), getattr(without, part)
@@ -379,8 +380,8 @@ def test_16_bit_inputs_are_quantised_as_the_float32_values_they_are(role, fmt, d
 @every_format
 def test_float64_is_computed_in_float64(role, fmt, generator):
     x = gaussian(generator, 1, 2, 70, 48, dtype=torch.float64)
-    codes, scale, zero = reference.quantize(x, fmt, calibrate(x, fmt))
-    single = reference.quantize(x.float(), fmt, calibrate(x.float(), fmt))
+    codes, scale, zero = quantizers.quantize(x, fmt, calibrate(x, fmt))
+    single = quantizers.quantize(x.float(), fmt, calibrate(x.float(), fmt))
     assert (codes != single[0]).double().mean() < 1e-3  # ties at a boundary only
     read = read_back(x, role, fmt)
     assert read.dtype == torch.float64
@@ -398,8 +399,8 @@ def test_memory_layout_does_not_matter(role, fmt, generator):
 def test_a_token_is_coded_alike_alone_and_in_company(role, fmt, generator):
     x = gaussian(generator, 2, 3, 70, 48)
     calibration = calibrate(x, fmt, center=True, smooth=0.5)
-    together, _, _ = reference.quantize(x, fmt, calibration)
-    alone, _, _ = reference.quantize(x[:, :, 41:42], fmt, calibration)
+    together, _, _ = quantizers.quantize(x, fmt, calibration)
+    alone, _, _ = quantizers.quantize(x[:, :, 41:42], fmt, calibration)
     assert (alone[:, :, 0] != together[:, :, 41]).double().mean() < 0.01  # sums in another order move ties only
 
 
@@ -483,7 +484,7 @@ def test_rows_are_calibrated_on_the_tokens_that_count(role, fmt, generator):
     counts = all_count(x)
     counts[1, :, :20] = False
     x[1, :, :20] = 1e3
-    together = reference.calibrate(x, fmt, True, 0.65, counts)
+    together = measure(x, fmt, True, 0.65, counts)
     alone = calibrate(x[1:, :, 20:], fmt, True, 0.65)
     first = calibrate(x[:1], fmt, True, 0.65)
     for part, expected in vars(alone).items():

@@ -10,8 +10,9 @@ from tq_cache import TurboQuantCache
 from tq_cache.formats.presets import PRESETS
 from tq_cache.formats.states import tensors
 from tq_cache.hf.attention import turboquant_attention
-from tq_cache.storage.growing import UNLIMITED, LayerStorage
-from tq_cache.storage.preallocated import StaticStorage
+from tq_cache.hf.graph_ops import flatten, unflatten
+from tq_cache.storage.growing import UNLIMITED, GrowingStorage
+from tq_cache.storage.preallocated import PreallocatedStorage
 
 CHUNKS = (100, 1, 1, 150, *[1] * 140, 60, 1)
 
@@ -20,20 +21,19 @@ def random_pair(generator: torch.Generator, tokens: int, dims: tuple[int, int] =
     return [torch.randn(2, 2, tokens, dim, generator=generator) for dim in dims]
 
 
-def add(storage: StaticStorage, keys: torch.Tensor, values: torch.Tensor) -> None:
+def add(storage: PreallocatedStorage, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One chunk, the way a layer adds it."""
-    if storage.parts is None or keys.shape[2] > 1:
+    if storage.states is None or keys.shape[2] > 1:
         storage.append(keys, values)
-        return
-    held, calibration, total, spec = (getattr(storage.parts, n) for n in ("held", "calibration", "total", "spec"))
-    torch.ops.tq_cache.update(keys, values, held, calibration, total, spec)
+    else:
+        torch.ops.tq_cache.update(keys, values, *flatten(storage.states))
 
 
 @pytest.mark.parametrize("residual_length", [64, 128])
 @pytest.mark.parametrize("preset", ["fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq2"])
 def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
-    fixed = StaticStorage(PRESETS[preset], residual_length, 600, "auto")
-    growing = LayerStorage(PRESETS[preset], residual_length, 0, "auto")
+    fixed = PreallocatedStorage(PRESETS[preset], residual_length, 600, "auto")
+    growing = GrowingStorage(PRESETS[preset], residual_length, 0, "auto")
     first = random_pair(generator, 300, (64, 48))
     for chunk in (first, *(random_pair(generator, tokens, (64, 48)) for tokens in CHUNKS[1:])):
         if growing.length + chunk[0].shape[2] > 600:
@@ -42,7 +42,7 @@ def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
         add(fixed, *chunk)
     ours, theirs = fixed.view(), growing.view()
     assert ours.packed_length == theirs.packed_length > 300
-    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    assert torch.equal(ours.tail_keys, theirs.tail_keys) and torch.equal(ours.tail_values, theirs.tail_values)
     blocks = ours.packed_length // 64
     for mine, other in ((ours.key, theirs.key), (ours.value, theirs.value)):
         assert torch.equal(mine.packed[:, :, :blocks], other.packed[:, :, :blocks])
@@ -52,40 +52,37 @@ def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: StaticStorage(PRESETS["tq4"], 640, 600, "auto"),
-    lambda: LayerStorage(PRESETS["tq4"], UNLIMITED, 0, "auto"),
+    lambda: PreallocatedStorage(PRESETS["tq4"], 640, 600, "auto"),
+    lambda: GrowingStorage(PRESETS["tq4"], UNLIMITED, 0, "auto"),
 ])  # fmt: skip
 def test_tokens_that_stay_exact_are_read_where_they_are_held(make, generator):
     storage = make()
     chunks = [random_pair(generator, tokens, (64, 48)) for tokens in (300, 1, 90, 130, 3)]
     for chunk in chunks:
         view = storage.append(*chunk)
-    assert torch.equal(view.keys, torch.cat([keys for keys, _ in chunks], dim=2))
-    assert torch.equal(view.values, torch.cat([values for _, values in chunks], dim=2))
-    held = storage.parts.ring if isinstance(storage, StaticStorage) else (storage.tail_keys, storage.tail_values)
-    assert [view.keys.data_ptr(), view.values.data_ptr()] == [x.data_ptr() for x in held]
+    assert torch.equal(view.tail_keys, torch.cat([keys for keys, _ in chunks], dim=2))
+    assert torch.equal(view.tail_values, torch.cat([values for _, values in chunks], dim=2))
+    assert [view.tail_keys.data_ptr(), view.tail_values.data_ptr()] == [x.data_ptr() for x in storage.newest]
 
 
 def test_addresses_stay(generator):
-    storage = StaticStorage(PRESETS["tq4"], 64, 600, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 600, "auto")
     add(storage, *random_pair(generator, 100))
-    tensors = [*storage.parts.held, *storage.parts.calibration, storage.parts.total]
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in storage.tensors()]
     for tokens in CHUNKS[1:]:
         add(storage, *random_pair(generator, tokens))
     storage.clear()
     add(storage, *random_pair(generator, 90))
     assert storage.length == 90
-    tensors = [*storage.parts.held, *storage.parts.calibration, storage.parts.total]
-    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    assert [tensor.data_ptr() for tensor in storage.tensors()] == addresses
 
 
-def everything(storage: StaticStorage) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in (*storage.parts.held, storage.parts.total)]
+def everything(storage: PreallocatedStorage) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in storage.tensors()]
 
 
 def test_nothing_is_written_past_the_end(generator):
-    storage = StaticStorage(PRESETS["tq4"], 64, 150, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 150, "auto")
     add(storage, *random_pair(generator, 149))
     before = everything(storage)
     with pytest.raises(ValueError, match="expected at most max_cache_len = 150 tokens, got 149 held and 2 new"):
@@ -157,28 +154,38 @@ def test_tokens_that_do_not_fit_change_nothing(generator, length, wrong):
 
 
 def test_selects_sequences_in_place(generator):
-    storage = StaticStorage(PRESETS["tq4"], 64, 300, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 300, "auto")
     add(storage, *random_pair(generator, 200))
     before = storage.view()
     storage.select(torch.tensor([1, 1]))
-    assert torch.equal(storage.view().keys[0], before.keys[1])
-    assert torch.equal(storage.parts.states()[0].packed[0], storage.parts.states()[0].packed[1])
+    assert torch.equal(storage.view().tail_keys[0], before.tail_keys[1])
+    assert torch.equal(storage.states.key.packed[0], storage.states.key.packed[1])
     with pytest.raises(NotImplementedError, match="as many sequences"):
         storage.select(torch.tensor([0]))
     with pytest.raises(NotImplementedError, match="cannot be cropped"):
         storage.crop(10)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_flat_states_are_the_states(generator, preset):
+    storage = PreallocatedStorage(PRESETS[preset], 64, 300, "auto")
+    storage.append(*random_pair(generator, 200, (64, 48)))
+    again = unflatten(flatten(storage.states))
+    assert [x.data_ptr() for x in tensors(again)] == [x.data_ptr() for x in storage.tensors()]
+    sides = [(states.key.format, states.value.format, states.max_length) for states in (again, storage.states)]
+    assert sides[0] == sides[1] and flatten(again).spec == flatten(storage.states).spec
+
+
 @pytest.mark.parametrize("op", ["update", "attend", "materialize"])
 def test_operations_keep_their_contract(generator, op):
-    storage = StaticStorage(PRESETS["tq4"], 64, 300, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 300, "auto")
     add(storage, *random_pair(generator, 200))
-    held, calibration, total, spec = (getattr(storage.parts, n) for n in ("held", "calibration", "total", "spec"))
+    held, calibration, num_tokens, spec = flatten(storage.states)
     query = torch.randn(2, 4, 1, 64, generator=generator)
     arguments = {
-        "update": (*random_pair(generator, 1), held, calibration, total, spec),
-        "attend": (query, held, calibration, total, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
-        "materialize": (held, calibration, total, "key", spec),
+        "update": (*random_pair(generator, 1), held, calibration, num_tokens, spec),
+        "attend": (query, held, calibration, num_tokens, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
+        "materialize": (held, calibration, num_tokens, "key", spec),
     }[op]
     torch.library.opcheck(getattr(torch.ops.tq_cache, op).default, arguments)
 

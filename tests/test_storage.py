@@ -5,19 +5,19 @@ import copy
 import pytest
 import torch
 
-from tq_cache.backends import reference
+from tq_cache.backends import quantizers, reference
 from tq_cache.formats import packing
 from tq_cache.formats.packing import BLOCK_TOKENS
 from tq_cache.formats.presets import PRESETS
 from tq_cache.formats.states import PackedStates
 from tq_cache.hf.handles import materialize
-from tq_cache.storage.growing import LayerStorage
+from tq_cache.storage.growing import GrowingStorage
 
 HEADS = 2
 
 
-def make_storage(preset: str = "tq4", residual: int = 0, sinks: int = 0) -> LayerStorage:
-    return LayerStorage(PRESETS[preset], residual, sinks, "reference")
+def make_storage(preset: str = "tq4", residual: int = 0, sinks: int = 0) -> GrowingStorage:
+    return GrowingStorage(PRESETS[preset], residual, sinks, "reference")
 
 
 def tokens(generator, count: int, batch: int = 2, key_dim: int = 32, value_dim: int = 48, dtype=torch.bfloat16):
@@ -34,10 +34,10 @@ def codes_of(states: PackedStates, count: int) -> torch.Tensor:
     return torch.cat([codes.to(torch.int16), *factors], dim=-1)[:, :, :count]
 
 
-def everything(storage: LayerStorage) -> dict[str, object]:
+def everything(storage: GrowingStorage) -> dict[str, object]:
     """A copy of all of a storage's state."""
     state = {name: value for name, value in vars(storage).items() if isinstance(value, int)}
-    return state | {str(i): tensor.clone() for i, tensor in enumerate(storage._tensors())}
+    return state | {str(i): tensor.clone() for i, tensor in enumerate(storage.tensors())}
 
 
 def assert_same_state(before: dict[str, object], after: dict[str, object]) -> None:
@@ -73,7 +73,7 @@ class SlowModel:
     def map_rows(self, function) -> None:
         self.whole, self.codes = [function(x) for x in self.whole], [function(x) for x in self.codes]
 
-    def check(self, storage: LayerStorage) -> int:
+    def check(self, storage: GrowingStorage) -> int:
         """Compare everything; returns how many tokens are packed for the first time."""
         assert storage.length == len(self.packed)
         if not self.packed:
@@ -87,7 +87,9 @@ class SlowModel:
 
     def check_exact(self, view, first: int, last: int) -> None:
         """Sinks and tail hold the very bits that were handed over."""
-        for x, parts in zip(self.whole, ((view.sink_keys, view.keys), (view.sink_values, view.values)), strict=True):
+        for x, parts in zip(
+            self.whole, ((view.sink_keys, view.tail_keys), (view.sink_values, view.tail_values)), strict=True
+        ):
             held = torch.cat([part for part in parts if part is not None], dim=2)
             assert torch.equal(held, torch.cat([x[:, :, :first], x[:, :, last:]], dim=2))
 
@@ -101,7 +103,7 @@ class SlowModel:
         self.codes, self.packed[first:last] = seen, [True] * view.packed_length
         return view.packed_length - known
 
-    def check_values(self, storage: LayerStorage) -> None:
+    def check_values(self, storage: GrowingStorage) -> None:
         """Each token reads back as something close to what it was, which a permutation would not."""
         for role, x in zip(("key", "value"), self.whole, strict=bool(self.packed)):
             error = (materialize(storage.view(), role) - x).float()
@@ -138,7 +140,7 @@ def test_random_operations_are_exact(residual, sinks, seed, monkeypatch):
                 new = tokens(generator, draw(1, 100) if operation == "chunk" else 1, batch)
                 view = storage.append(*new)
                 model.append(*new)
-                assert torch.equal(view.keys[:, :, -new[0].shape[2] :], new[0])  # new tokens are read exact
+                assert torch.equal(view.tail_keys[:, :, -new[0].shape[2] :], new[0])  # new tokens are read exact
                 assert view.length == len(model.packed)
                 newly_packed += model.check(storage)
         elif operation == "crop":
@@ -192,7 +194,7 @@ def test_crop_into_a_block_then_new_tokens(preset, generator):
     for states, codes, x, calibration in zip((storage.key, storage.value), kept, new, calibrations, strict=True):
         assert torch.equal(codes_of(states, 70), codes)
         assert states.calibration is calibration
-        expected, scale, zero = reference.quantize(x, states.format, calibration)
+        expected, scale, zero = quantizers.quantize(x, states.format, calibration)
         assert torch.equal(codes_of(states, 150)[:, :, 70:, : x.shape[3]], expected.to(torch.int16))
         for held, factor in ((states.scale, scale), (states.zero, zero)):
             assert (held is None) == (factor is None)
@@ -235,7 +237,7 @@ def test_a_short_residual_is_packed_into_open_blocks(residual, generator):
     for _ in range(100):
         keys, values = tokens(generator, 1, batch=1)
         view = storage.append(keys, values)
-        assert torch.equal(view.keys[:, :, -1:], keys) and torch.equal(view.values[:, :, -1:], values)
+        assert torch.equal(view.tail_keys[:, :, -1:], keys) and torch.equal(view.tail_values[:, :, -1:], values)
         assert storage.tail_length <= residual
 
 
@@ -256,11 +258,11 @@ def test_sinks_are_the_first_tokens_exactly(count, generator):
 def test_select_reorders_rows_bit_for_bit(generator):
     storage = make_storage("tq3", residual=16, sinks=4)
     storage.append(*tokens(generator, 200, batch=3))
-    before = storage._tensors()
+    before = storage.tensors()
     storage.select(torch.tensor([2, 0, 0, 1]))
-    assert all(torch.equal(new, old[[2, 0, 0, 1]]) for new, old in zip(storage._tensors(), before, strict=True))
+    assert all(torch.equal(new, old[[2, 0, 0, 1]]) for new, old in zip(storage.tensors(), before, strict=True))
     storage.select(torch.tensor([True, False, False, True]))
-    assert all(torch.equal(new, old[[2, 1]]) for new, old in zip(storage._tensors(), before, strict=True))
+    assert all(torch.equal(new, old[[2, 1]]) for new, old in zip(storage.tensors(), before, strict=True))
     assert storage.batch_size == 2
 
 
@@ -273,7 +275,7 @@ def test_rows_that_share_a_past_are_independent_afterwards(generator):
     storage.append(*new)
     count = shared.shape[2]
     assert torch.equal(codes_of(storage.key, count), shared)
-    tail = storage.view().keys
+    tail = storage.view().tail_keys
     assert torch.equal(tail, new[0][:, :, 40 - tail.shape[2] :]) and not torch.equal(tail[0], tail[1])
 
 
@@ -300,14 +302,14 @@ def test_offload_and_back(generator):
     storage.to("cpu")
     assert_same_state(before, everything(storage))
     storage.to("meta")
-    assert {tensor.device.type for tensor in storage._tensors()} == {"meta"}  # every tensor moves
+    assert {tensor.device.type for tensor in storage.tensors()} == {"meta"}  # every tensor moves
 
 
 def test_reset_forgets_shapes_dtype_and_calibration(generator):
     storage = make_storage("tq4", residual=16, sinks=4)
     storage.append(*(100 + x for x in tokens(generator, 100)))
     storage.clear()
-    assert (storage.length, storage.nbytes, storage.batch_size, storage.elements) == (0, 0, None, 0)
+    assert (storage.length, storage.nbytes, storage.batch_size, storage.num_elements) == (0, 0, None, 0)
     fresh = make_storage("tq4", residual=16, sinks=4)
     new = tokens(generator, 100, batch=3, key_dim=64, value_dim=32, dtype=torch.float32)
     storage.append(*new)
@@ -412,7 +414,7 @@ def test_inference_mode_and_no_grad_in_turn(order, generator):
                 storage.select(torch.tensor([0, 1]))
                 storage.crop(storage.length)
     assert_same_state(everything(expected), everything(storage))
-    assert not any(tensor.is_inference() for tensor in storage._tensors())
+    assert not any(tensor.is_inference() for tensor in storage.tensors())
     storage.repeat(2)
     storage.append(*tokens(generator, 1, batch=4))
 
@@ -422,7 +424,7 @@ def test_gradients_do_not_enter(generator):
     keys, values = (x.requires_grad_() for x in tokens(generator, 100))
     storage.append(keys, values)
     storage.append(keys, values)
-    assert not any(tensor.requires_grad for tensor in storage._tensors())
+    assert not any(tensor.requires_grad for tensor in storage.tensors())
     assert copy.deepcopy(storage).length == 200
 
 
@@ -482,7 +484,7 @@ TABLE = {  # bytes per token and KV head at D = 128 (the design's table)
 }  # fmt: skip
 
 
-def packed_bytes(storage: LayerStorage) -> int:
+def packed_bytes(storage: GrowingStorage) -> int:
     parts = [(states.packed, states.scale, states.zero) for states in (storage.key, storage.value)]
     return sum(tensor.nbytes for group in parts for tensor in group if tensor is not None)
 
@@ -496,7 +498,7 @@ def test_packed_bytes_are_those_of_the_table(preset, generator):
     assert PRESETS[preset].token_bytes(128, 128) == TABLE[preset]
 
 
-def held_by(storage: LayerStorage) -> int:
+def held_by(storage: GrowingStorage) -> int:
     """Bytes of all memory behind a storage, found without its help, each block of memory once."""
     found: dict[int, int] = {}
 
@@ -520,7 +522,7 @@ def test_bytes_at_4096_tokens(preset, residual, generator):
     formula = HEADS * (TABLE[preset] * (4096 - residual) + 2 * 256 * residual)
     assert storage.nbytes == held_by(storage)
     assert storage.nbytes == pytest.approx(formula, rel=0.01)
-    assert storage.elements == sum(x.numel() for x in new)
+    assert storage.num_elements == sum(x.numel() for x in new)
 
 
 @pytest.mark.parametrize("residual", (0, 128))
@@ -564,7 +566,7 @@ def test_no_more_than_a_block_is_rewritten_by_a_token(generator, monkeypatch):
 # -------------------------------------------------------------------------------------------------------- errors
 
 
-def assert_refused(storage: LayerStorage, error: type[Exception], message: str, function) -> None:
+def assert_refused(storage: GrowingStorage, error: type[Exception], message: str, function) -> None:
     before = everything(storage)
     with pytest.raises(error, match=message):
         function()
@@ -572,7 +574,7 @@ def assert_refused(storage: LayerStorage, error: type[Exception], message: str, 
 
 
 @pytest.fixture
-def filled(generator) -> LayerStorage:
+def filled(generator) -> GrowingStorage:
     storage = make_storage("tq4", residual=16, sinks=4)
     storage.append(*tokens(generator, 100))
     return storage

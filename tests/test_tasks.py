@@ -10,7 +10,7 @@ from transformers import AutoConfig
 import tq_cache
 from tq_cache.tools.tasks import KINDS, Case, build_case, heldout_text, make_task, story, story_text
 
-EMBEDDED = Path(tq_cache.__file__).parent / "embedded"
+EMBEDDED = Path(tq_cache.__file__).parent / "tools/embedded"
 # The embedded model was trained on these texts: a changed word or template shows here.
 PINNED = {
     "passkey": "5f67869a5047d5b9",

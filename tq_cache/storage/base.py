@@ -1,7 +1,7 @@
 """What every storage of one layer does, however it holds its tokens: the contract, and what is the same for all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -54,7 +54,7 @@ class LayerStorage(ABC):
         """Everything held, as it is now; raises ValueError on an empty storage."""
 
     @abstractmethod
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Every tensor held."""
 
     @property

@@ -8,7 +8,7 @@ Memory grows by an eighth at a time, at most 8,192 tokens; the tail is a buffer 
 residual_length of at least a block, whole blocks are packed at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -91,14 +91,11 @@ class GrowingStorage(LayerStorage):
             self.backend,
         )
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Every tensor held."""
-        for tensor in (self.sink_keys, self.sink_values, self.tail_keys, self.tail_values):
-            if tensor is not None:
-                yield tensor
-        for states in (self.key, self.value):
-            if states is not None:
-                yield from tensors(states)
+        exact = (self.sink_keys, self.sink_values, self.tail_keys, self.tail_values)
+        packed = [tensor for states in (self.key, self.value) if states is not None for tensor in tensors(states)]
+        return [tensor for tensor in exact if tensor is not None] + packed
 
     # ------------------------------------------------------------------------------------------------- writing
 

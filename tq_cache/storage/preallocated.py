@@ -1,6 +1,6 @@
 """Storage that is allocated once, at fixed addresses (drawn in `formats.states.PreallocatedStates`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -55,9 +55,9 @@ class PreallocatedStorage(LayerStorage):
             raise ValueError("expected a storage with tokens, got an empty one; append first")
         return self.states.view()
 
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Every tensor held."""
-        return () if self.states is None else tensors(self.states)
+        return [] if self.states is None else list(tensors(self.states))
 
     # ------------------------------------------------------------------------------------------------- writing
 
