@@ -147,7 +147,7 @@ def interpret(*names: str) -> None:
     choose_splits = prefill._choose_splits
     for name in names:
         case = CASES[name]
-        prefill._choose_packed = lambda _, tokens=case.tokens: prefill.Launch(16, tokens or 64, 4)
+        prefill._choose_packed = lambda _, tokens=case.tokens: prefill.Config(16, tokens or 64, 4)
         prefill._choose_splits = (lambda *_, splits=case.splits: splits) if case.splits else choose_splits
         query, view = case.query(), case.view()
         options = case.options(view.length)
