@@ -1,12 +1,15 @@
 """Quantise on update: rotate, scale, code, pack and store keys and values, in one launch, in place."""
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from .codes import float8_codes, float8_row, float8_words, gaussian_codes, uniform_codes
 from .device import NO_GPU, Device, describe
-from .launch import Launch, Program
+from .launch import Launch, Program, Signature, signature
 from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane, store_value_words
 from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
 from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, Layout, States
@@ -187,21 +190,48 @@ def quantize_launch(
     device: Device = NO_GPU,
 ) -> Launch | None:  # fmt: skip
     """The launch of `quantize`, None if there is nothing to store."""
-    pairs = [(s, x) for s, x in ((key, keys), (value, values)) if s is not None or x is not None]
-    for states, x in pairs:
-        _check(states, x, pairs[0][1], start)
-    if not pairs or pairs[0][1].shape[2] == 0:
+    given = keys if keys is not None else values
+    tokens = 0 if given is None else given.shape[2]
+    blocks = -(-(start + tokens) // BLOCK_TOKENS) - start // BLOCK_TOKENS
+    pairs = (key, keys), (value, values)
+    layouts, signatures = [s and s.layout for s, _ in pairs], [None if x is None else signature(x) for _, x in pairs]
+    plan = _plan(device, *layouts, *signatures, blocks)
+    if start < 0:
+        raise ValueError(f"expected start >= 0, got {start}")
+    for layout in layouts:
+        if layout is not None and start + tokens > layout.blocks * BLOCK_TOKENS:
+            layout.check(start + tokens)
+    if not tokens:
         return None
-    batch, heads, tokens, _ = pairs[0][1].shape
-    blocks = triton.cdiv(start + tokens, BLOCK_TOKENS) - start // BLOCK_TOKENS
+    return Launch(
+        plan.program, plan.grid, (*map(_tensors, *zip(*pairs, strict=True)), *plan.strides, start, start + tokens)
+    )
+
+
+class _Plan(NamedTuple):
+    """What is worked out once for layouts and signatures."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=256)
+def _plan(device, key, value, keys, values, blocks) -> _Plan:
+    """For tokens of so many `blocks`; raises ValueError unless keys and values fit each other and the packed states."""
+    pairs = [(layout, x) for layout, x in ((key, keys), (value, values)) if layout is not None or x is not None]
+    for layout, x in pairs:
+        _check(layout, x, pairs[0][1])
+    if not pairs:
+        return _Plan(Program(_quantize_kernel, device, {}, {}), (0, 0, 0), ((), ()))
+    batch, heads, _, _ = pairs[0][1].shape
     loop = LOOP if blocks * heads * batch >= 512 else 1
-    constants, options = choose(key and key.layout, value and value.layout, pairs[0][1].dtype, device)
-    arguments = (
-        _tensors(key, keys), _tensors(value, values), _strides(key, keys), _strides(value, values),
-        start, start + tokens,
-    )  # fmt: skip
+    constants, options = choose(key, value, pairs[0][1].dtype, device)
+    strides = tuple(
+        () if x is None else (*x.strides[:3], *layout.steps) for layout, x in ((key, keys), (value, values))
+    )
     program = Program(_quantize_kernel, device, constants | dict(LOOP=loop), options)
-    return Launch(program, (triton.cdiv(blocks, loop), heads, 2 * batch), arguments)
+    return _Plan(program, (-(-blocks // loop), heads, 2 * batch), strides)
 
 
 def choose(key: Layout | None, value: Layout | None, dtype: torch.dtype, device: Device) -> tuple[dict, dict]:
@@ -235,20 +265,18 @@ def _tensors(states: States | None, x: torch.Tensor | None) -> tuple:
     return () if states is None else (x, *states[:7])
 
 
-def _strides(states: States | None, x: torch.Tensor | None) -> tuple[int, ...]:
-    return () if states is None or x is None else (*x.stride()[:3], *states.layout.steps)
+def _strides(layout: Layout | None, x: Signature | None) -> tuple[int, ...]:
+    return () if layout is None or x is None else (*x.strides[:3], *layout.steps)
 
 
-def _check(states: States | None, x: torch.Tensor | None, first: torch.Tensor | None, start: int) -> None:
-    """Raise ValueError unless x goes with the `first` one and fits into tokens start .. of the packed states."""
-    if states is None or x is None or first is None or first.dim() != 4:
+def _check(layout: Layout | None, x: Signature | None, first: Signature | None) -> None:
+    """Raise ValueError unless x goes with the `first` one and with the packed states."""
+    if layout is None or x is None or first is None or len(first.shape) != 4:
         raise ValueError("expected keys [B, H_kv, T, D] with key, and values with value, got one without the other")
-    wanted = (*states.packed.shape[:2], first.shape[2], states.head_dim)
-    if tuple(x.shape) != wanted or x.stride(3) != 1 or x.dtype != first.dtype or x.dtype not in DTYPES:
+    wanted = (*layout.shape[:2], first.shape[2], layout.head_dim)
+    if tuple(x.shape) != wanted or x.strides[3] != 1 or x.dtype != first.dtype or x.dtype not in DTYPES:
         raise ValueError(
             f"expected {list(wanted)} in {first.dtype}, one of {list(map(str, DTYPES))}, with stride 1 in the last "
-            f"dimension, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+            f"dimension, got {x.dtype} {list(x.shape)} with strides {x.strides}"
         )
-    if start < 0:
-        raise ValueError(f"expected start >= 0, got {start}")
-    states.check(start + x.shape[2])
+    layout.check(0)
