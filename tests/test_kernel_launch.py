@@ -81,7 +81,7 @@ def check_steps(step, looked_up: list[Any], most: int, steps: int = STEPS) -> No
     tracemalloc.stop()
     assert entries() == held
     assert len(looked_up) == asked
-    assert grown < 4 * (steps - WARM), grown
+    assert grown < 1 << 16, grown  # what Python keeps of freed tuples; a key of each step would take megabytes
 
 
 def packed(preset: str, tokens: int):
@@ -170,13 +170,10 @@ def test_kinds_are_those_of_triton(target, specialised):
     tensors = (memory, memory[1:], memory[8:], memory.half(), memory.view(torch.uint8), large, large.view(torch.uint8))
     values = (*VALUES, *tensors, (memory, large), (memory[1:], 3))
     found = [native_specialize_impl(backend, x, False, specialised, True) for x in values]
-    kinds = [kind(x, specialised) for x in values]
+    kinds = [kind(x, specialised, sized=target == "gfx942") for x in values]
     for i in range(len(values)):
         for j in range(i):
-            if kinds[i] == kinds[j]:
-                assert found[i] == found[j], (values[i], values[j])
-            elif target == "gfx942":  # Triton looks at the size of memory there alone
-                assert found[i] != found[j], (values[i], values[j])
+            assert (kinds[i] == kinds[j]) == (found[i] == found[j]), (values[i], values[j])
 
 
 def test_caches_keep_no_tensors(looked_up):

@@ -27,6 +27,7 @@ from .states import States, no_layout
 from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps, exact_warps
 
 MAX_QUERIES = 16
+_LOG2E = LOG2E.value
 MAX_EXACT_SPLITS = 8
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -127,6 +128,9 @@ class _Plan(NamedTuple):
     merge: Program
     rotate_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
+    shape: tuple[int, int, int, int]  # of the output
+    blocks: int
+    tail: int  # tokens
     splits: int  # of packed tokens
     all_splits: int
     work: int  # elements
@@ -190,15 +194,16 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
     mask, mask_kind = _describe(mask, query)
     s_aux = None if s_aux is None else s_aux.expand(*query.shape[:3])
     lengths, total = problem.lengths, problem.total
+    present = (None, None) if lengths is None and total is None else aligned(lengths, total)
     plan = _plan(
         device, problem.path, signature(query), signature(keys), signature(values),
         None if sinks is None else tuple(map(signature, sinks)), None if mask is None else signature(mask), mask_kind,
         None if s_aux is None else signature(s_aux), key and key.layout, value and value.layout, packed_length,
-        problem.residual_length, softcap is not None, problem.causal, aligned(lengths, total), problem.splits,
+        problem.residual_length, softcap is not None, problem.causal, present, problem.splits,
     )  # fmt: skip
     work = query.new_empty(plan.work, dtype=torch.float32)
-    slots, tail = None if total is None else keys.shape[2], (keys, values)
-    scales = scaling * LOG2E.value, float(softcap or 0)
+    slots, tail = None if total is None else plan.tail, (keys, values)
+    scales = scaling * _LOG2E, float(softcap or 0)
     launches, arguments = [], None
     if plan.splits:
         assert key is not None and value is not None  # checked by the plan
@@ -208,13 +213,13 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
             launches.append(Launch(plan.rotate, plan.rotate_grid, (query, space, turned, query.stride()[:3])))
         arguments = (
             query, turned, space, (key.packed, *key.factors), (value.packed, *value.factors), tail, sinks, mask,
-            lengths, total, slots, work, plan.splits, packed_length, key.layout.blocks, keys.shape[2], plan.sizes,
+            lengths, total, slots, work, plan.splits, packed_length, plan.blocks, plan.tail, plan.sizes,
             scales, plan.strides,
         )  # fmt: skip
     else:
-        arguments = (query, tail, sinks, mask, total, slots, work, keys.shape[2], plan.sizes, scales, plan.strides)
+        arguments = (query, tail, sinks, mask, total, slots, work, plan.tail, plan.sizes, scales, plan.strides)
     launches.append(Launch(plan.attend, plan.grid, arguments))
-    merge, out, lse = merge_launch(plan.merge, work, query, values, value, plan.splits, plan.all_splits, s_aux)
+    merge, out, lse = merge_launch(plan.merge, work, query, plan.shape, value, plan.splits, plan.all_splits, s_aux)
     launches.append(merge)
     return launches, out, lse
 
@@ -272,7 +277,8 @@ def _plan(
         rotate, program, merge_program(device, value_dim, heads // kv_heads, queries, all_splits, path.pdl),
         (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
         (kv_heads * triton.cdiv(columns, tile), batch, all_splits),  # exact tokens last: see `choose_splits`
-        splits, all_splits, batch * kv_heads * all_splits * columns * (value_dim + 1),
+        (batch, heads, queries, value_dim), key.blocks, tail, splits, all_splits,
+        batch * kv_heads * all_splits * columns * (value_dim + 1),
         (0 if sinks is None else sinks[0].shape[2], residual_length),
         (query.strides[:3], *places, *exact, (0, 0, 0, 0) if mask is None else mask.strides),
     )  # fmt: skip

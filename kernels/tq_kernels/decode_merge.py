@@ -76,12 +76,10 @@ def merge_program(device, value_dim, group, queries, all_splits, pdl):
     return Program(decode_merge_kernel, device, constants, options)
 
 
-def merge_launch(program, work, query, values, value, splits, all_splits, s_aux):
-    """The launch, output and log-sum-exp of `decode`; `value`: packed values, None if there are no `splits` of them."""
-    batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, values.shape[3])
-    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+def merge_launch(program, work, query, shape, value, splits, all_splits, s_aux):
+    """The launch, output of that `shape` and log-sum-exp of `decode`; `value` is read if there are `splits` of it."""
+    out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=torch.float32)
     strides = (0, 0, 0) if s_aux is None else s_aux.stride()
     rotation, center = (value.rotation, value.center) if splits else (None, None)
-    arguments = (work, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides)
-    return Launch(program, (batch * heads * queries, 1, 1), arguments), out, lse
+    arguments = (work, rotation, center, s_aux, out, lse, splits, all_splits, shape[1], strides)
+    return Launch(program, (shape[0] * shape[1] * shape[2], 1, 1), arguments), out, lse

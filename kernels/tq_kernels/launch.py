@@ -38,7 +38,8 @@ class Program:
             getattr(self.kernel, "do_not_specialize", ()),
             self.kernel.arg_names,
         )  # an interpreted one has none
-        kinds = [kind(x, names[i] not in never) for i, x in enumerate(arguments)]
+        sized = self.device.backend == "hip"
+        kinds = [kind(x, name not in never, sized) for name, x in zip(names, arguments, strict=False)]
         constants, options = self.constants, self.options
         return id(self.kernel), self.device, *kinds, tuple(constants.items()), tuple(options.items())
 
@@ -74,20 +75,22 @@ def _find(program: Program, grid: tuple[int, int, int], arguments: tuple[Any, ..
     return False
 
 
-def kind(x: Any, specialised: bool = True) -> Hashable:
+def kind(x: Any, specialised: bool = True, sized: bool = False) -> Hashable:
     """What Triton specialises on of an argument: two of one kind share what is compiled.
 
     Of an integer whether it is 1, a multiple of 16, and its width; of those in `do_not_specialize` (not `specialised`)
-    the width alone.  Of a tensor the dtype, whether it starts at a multiple of 16 bytes, and whether 32 bits hold any
-    offset in its memory (on AMD).  Of a float or a bool nothing.
+    the width alone.  Of a tensor the dtype, whether it starts at a multiple of 16 bytes, and on AMD GPUs (`sized`)
+    whether 31 bits hold any offset in its memory.  Of a float or a bool nothing.
     """
     if isinstance(x, tuple):
-        return tuple([kind(item) for item in x])
+        return tuple([kind(item, True, sized) for item in x])
     if isinstance(x, torch.Tensor):
-        return x.dtype, specialised and x.data_ptr() % 16 == 0, specialised and x.untyped_storage().nbytes() < 1 << 31
+        if not specialised:
+            return x.dtype
+        return x.dtype, x.data_ptr() % 16 == 0, sized and x.untyped_storage().nbytes() < 1 << 31
     if type(x) is int:
         width = 32 if -(1 << 31) <= x < 1 << 31 else 64 if x < 1 << 63 else 65
-        return (width, x == 1, x % 16 == 0) if specialised else width
+        return width + (0 if not specialised else 100 if x == 1 else 200 if x % 16 == 0 else 300)
     return None if x is None else type(x)
 
 
