@@ -8,11 +8,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tq_cache.formats.presets import Format
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,48 +48,71 @@ def print_line(*line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def compile_kernel(
-    kernel: Any, target: str, signature: dict[str, Any], constants: dict, stage: str | None = None, fits: bool = True,
-    **options: Any,
-) -> str:  # fmt: skip
-    """Compile for a target of `TARGETS`; the PTX or AMD assembly, or the text of another stage ("ttgir").
+def device_of(target: str) -> Any:
+    """A GPU of `TARGETS`, as the launchers see one."""
+    from tq_kernels.device import Device
 
-    Asserts that the target has the shared memory it needs, unless not `fits`.
+    backend, arch, _ = TARGETS[target]
+    reserved = 1024 if isinstance(arch, int) and arch >= 80 else 0  # of a multiprocessor's, for the system
+    return Device(backend, arch, 132, SHARED[target] + reserved, SHARED[target], 0)
 
-    signature: type of each argument that is no constant: "*bf16", "i32", "fp32", ..., or a (nested) tuple of types;
-               None stands for the constant None.  Pointers are taken to be aligned, and so are sizes of type "i64".
+
+def compile_launch(launch: Any, target: str, fits: bool = True) -> Any:
+    """What Triton compiles for a `Launch`, prepared for `device_of(target)`, when that GPU is there: with `asm`.
+
+    Arguments are bound as at a launch: tensors may be on the CPU or the "meta" device.  Asserts that the target has the
+    shared memory it needs, unless not `fits`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    place, attributes = kernel.arg_names.index, {}
-    values = {(place(name),): value for name, value in constants.items()}
-    for name, kind in signature.items():
-        for path, leaf in _leaves(kind, (place(name),)):
-            if leaf is None:
-                values[path] = None
-            elif leaf[0] == "*" or leaf == "i64":
-                attributes[path] = [["tt.divisibility", 16]]
-    kinds = {name: _with_constants(kind) for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature=kinds, constexprs=values, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-    assembly, needed = compiled.asm, compiled.metadata.shared
+    program = launch.program
+    kernel, gpu = program.kernel, GPUTarget(*TARGETS[target])
+    assert program.device == device_of(target)
+    backend, given = make_backend(gpu), program.constants | program.options
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options, signature, constants, attributes = kernel._pack_args(backend, given, *bind(*launch.arguments, **given))
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=gpu, options=options.__dict__)
+    needed = compiled.metadata.shared
     assert not fits or needed <= SHARED[target], f"{needed} bytes of shared memory, {target} has {SHARED[target]}"
-    assert assembly["cubin" if target.startswith("sm") else "hsaco"]
-    return assembly[stage or ("ptx" if target.startswith("sm") else "amdgcn")]
+    assert compiled.asm["cubin" if target.startswith("sm") else "hsaco"]
+    return compiled
 
 
-def _with_constants(kind: Any) -> Any:
-    """A type with "constexpr" for every None."""
-    if isinstance(kind, tuple):
-        return tuple(_with_constants(item) for item in kind)
-    return "constexpr" if kind is None else kind
+@contextmanager
+def recorded_launches() -> Iterator[list[Any]]:
+    """Launches are noted in the list, not made."""
+    from tq_kernels.launch import Launch
+
+    launches: list[Any] = []
+    run = Launch.run
+    Launch.run = lambda launch: launches.append(launch)
+    try:
+        yield launches
+    finally:
+        Launch.run = run
 
 
-def _leaves(kind: Any, path: tuple[int, ...]) -> Any:
-    if isinstance(kind, tuple):
-        for index, item in enumerate(kind):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield path, kind
+def empty_states(role: str, fmt: Format, dim: int, tokens: int = 256, calibrated: bool = True, batch: int = 2) -> Any:
+    """Packed states of two KV heads without memory, for launches that are compiled alone; centred, keys smoothed."""
+    from tq_kernels.states import States
+
+    from tq_cache.backends.triton import coding_of
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    head_scale, vectors = fmt.scale == "per_head", [empty(torch.float32, batch, 2, 1, dim) for _ in range(2)]
+    return States(
+        empty(torch.uint8, batch, 2, tokens // 64, 8 * dim * fmt.bits),
+        None if head_scale else empty(torch.float16, batch, 2, tokens),
+        empty(torch.float16, batch, 2, tokens) if fmt.has_zero else None,
+        vectors[0] if calibrated else None,
+        vectors[1] if calibrated and role == "key" else None,
+        empty(torch.float32, batch, 2, 1, 1) if head_scale else None,
+        empty(torch.float32, dim, dim) if fmt.rotated else None,
+        coding_of(fmt),
+    )

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from error_budget import Roundings, assert_within, attention, exact_parts, ratios, relative_error, seeded
-from kernel_harness import DTYPES, SHARED, TARGETS, compile_kernel, print_line, run_script
+from kernel_harness import (
+    DTYPES,
+    TARGETS,
+    compile_launch,
+    device_of,
+    empty_states,
+    print_line,
+    run_script,
+)
 
 from tq_cache.backends import reference
 from tq_cache.formats.presets import FORMATS, PRESETS, Preset
@@ -262,74 +270,56 @@ def compile_all(target, *dtypes):
         every = dtype == "bf16" and len(dtypes) > 1 and target in ("sm_80", "sm_90", "gfx942")
         own = {"bf16": PAIRS[2:3], "fp16": PAIRS[4:5], "fp32": PAIRS[0:1]}[dtype]
         for key, value in PAIRS if every else own:
-            print_line(dtype, key, value, _compile(target, dtype, FORMATS["key"][key], FORMATS["value"][value]))
+            print_line(dtype, key, value, *_compile(target, dtype, FORMATS["key"][key], FORMATS["value"][value]))
+
+
+def problems(target, dtype, key, value):
+    """Decode problems that switch on everything between them: growing, preallocated (with a rotation by a matrix, if
+    there is one), and nothing packed."""
+    from tq_kernels.decode import Problem
+
+    def empty(*shape, dtype=DTYPES[dtype]):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def problem(dim, queries, tail, packed=256, **options):
+        states = (empty_states(role, fmt, dim) for role, fmt in (("key", key), ("value", value)))
+        states = states if packed else (None, None)
+        # Narrow tiles of queries, and wider ones.
+        query = empty(2, 2 * (2 if value.bits == 4 else 4), queries, dim)
+        kv = empty(2, 2, tail, dim), empty(2, 2, tail, dim)
+        return Problem(device_of(target), query, *states, *kv, packed, 0.1, **options)
+
+    def more(queries, dim=128):
+        ends, heads = (empty(2, 2, 4, dim), empty(2, 2, 4, dim)), 2 * (2 if value.bits == 4 else 4)
+        return dict(sinks=ends, softcap=2.0, s_aux=empty(1, heads, queries))
+
+    yield problem(
+        128, 2, 40, **more(2), mask=empty(1, 1, 2, 300, dtype=torch.bool), lengths=empty(2, dtype=torch.int32)
+    )
+    yield problem(
+        96, 1, 192, mask=empty(2, 1, 1, 448, dtype=torch.bool), total=empty(dtype=torch.int64), residual_length=128
+    )
+    yield problem(128, 2, 1000, packed=0, **more(2))  # causal
 
 
 def _compile(target, dtype, key, value):
-    """Whether packed tokens are multiplied in fp8; compiles all kernels, with everything switched on."""
-    import triton.language as tl
-    from tq_kernels import decode
-    from tq_kernels.decode_exact import decode_exact_kernel
-    from tq_kernels.decode_merge import decode_merge_kernel
-    from tq_kernels.decode_query import rotate_query_kernel
-    from tq_kernels.scores import FULL_MASK
-    from tq_kernels.tuning import EXACT_BESIDE, choose, exact_steps
+    """Of every kernel that `problems` launch: name, warps, limit of registers; and whether packed tokens go through the
+    fp8 tensor cores."""
+    from tq_kernels.decode import prepare
 
-    from tq_cache.backends.triton import coding_of
-
-    backend, arch, _ = TARGETS[target]
-    path = decode.choose_path(DTYPES[dtype], divmod(arch, 10) if backend == "cuda" else None)
-    compute = decode.DTYPES[path.compute]
-    fp8 = compute == tl.float8e4nv
-    columns = 16 if not fp8 else 4 if value.bits == 4 else 8
-    config = choose(value.bits, columns, 128, 16 * (key.bits + value.bits), SHARED[target] + 1024, fp8)
-    shared = dict(GROUP=columns // 2, QUERIES=2)
-    x, triple = "*" + dtype, ("i64",) * 3
-    key_scale, value_scale = ("*fp32" if fmt.bits == 8 else "*fp16" for fmt in (key, value))
-    rotation, value_rotation = ("*fp32" if fmt.rotated else None for fmt in (key, value))
-    space, factor = (rotation, "*fp32", "*fp32"), ("*fp16",) if value.has_zero else ()
-    exact = dict(
-        query=x, tail=(x, x), sinks=(x, x), mask="*u8", total="*i64", slots="i32", work="*fp32",
-        length="i32", sizes=("i32", "i32"), scales=("fp32", "fp32"),
-        strides=(triple, ("i64",) * 4, ("i64",) * 4, triple, triple, triple, triple, (*triple, "i32")),
-    )  # fmt: skip
-    attend = exact | dict(
-        space=space, key=("*u8", key_scale), value=("*u8", value_scale, *factor), lengths="*i32", splits="i32",
-        tokens="i32", blocks="i32",
-    )  # fmt: skip
-    merge = dict(
-        work="*fp32", rotation=value_rotation, center=None, s_aux=x, out=x, lse="*fp32",
-        splits="i32", all_splits="i32", heads="i32", strides=triple,
-    )  # fmt: skip
-    codes = coding_of(key).code, coding_of(value).code
-    for dim in (128, 96):  # the rotation in butterflies, and by a matrix
-        step, stages = exact_steps((dim, dim), DTYPES[dtype].itemsize, SHARED[target])
-        tiled = dict(DIMS=(dim, dim), COLUMNS=columns) | shared
-        constants = dict(
-            KEY=codes[0], VALUE=codes[1], COMPUTE=compute, PATH=(path.ptx, path.precision, path.pdl),
-            LAUNCH=(config.tile, config.warps, False, config.stages, min(step, EXACT_BESIDE)),
-            FLAGS=(True, True, FULL_MASK.value, True),
-        )  # fmt: skip
-        turned = "*fp32" if rotation and dim == 96 else None
-        text, ttgir = (
-            compile_kernel(
-                decode.decode_kernel, target, attend | dict(turned=turned), constants | tiled, stage,
-                num_warps=config.warps, num_stages=config.stages,
-            )
-            for stage in (None, "ttgir")
-        )  # fmt: skip
-        if path.ptx:
-            assert check_neighbours(ttgir) >= (min(key.bits, value.bits) < 8)
-        stages = 1 if dtype == "fp32" else stages
-        constants = dict(FLAGS=(True, True, FULL_MASK.value), PRECISION=path.precision, PDL=path.pdl)
-        constants |= dict(LAUNCH=(step, stages)) | tiled
-        compile_kernel(decode_exact_kernel, target, exact, constants, num_warps=8, num_stages=stages)
-        merged = dict(DIM=dim, SPLITS=32, PDL=path.pdl) | shared
-        compile_kernel(decode_merge_kernel, target, merge, merged, num_warps=4)
-        if turned:
-            turn = dict(query=x, space=space, out="*fp32", strides=triple)
-            compile_kernel(rotate_query_kernel, target, turn, dict(DIM=dim, PRECISION=path.precision) | shared)
-    return "e4m3" in text and "mma" in text
+    compiled, fp8 = [], False
+    for problem in problems(target, dtype, key, value):
+        for launch in prepare(problem)[0]:
+            made = compile_launch(launch, target)
+            name, limit = launch.program.kernel.__name__, None
+            if target.startswith("sm"):
+                limit = re.search(r"\.maxnreg (\d+)", made.asm["ptx"])
+            compiled.append((name, made.metadata.num_warps, limit and int(limit[1])))
+            if name == "decode_kernel" and target.startswith("sm"):
+                fp8 = fp8 or "e4m3" in made.asm["ptx"] and "mma" in made.asm["ptx"]
+                if launch.program.constants["PATH"][0]:
+                    assert check_neighbours(made.asm["ttgir"]) >= (min(key.bits, value.bits) < 8)
+    return compiled, fp8
 
 
 def check_neighbours(ttgir):
@@ -349,8 +339,15 @@ def check_neighbours(ttgir):
 def check_compiled(target, *dtypes):
     lines = run_script(__file__, "compile", target, *dtypes)
     assert {line[0] for line in lines} == set(dtypes)
+    names = {name for line in lines for name, *_ in line[3]}
+    assert names >= {"decode_kernel", "decode_exact_kernel", "decode_merge_kernel"}
     if target == "sm_90":  # 16-bit queries go to the fp8 tensor cores
-        assert all(fp8 == (dtype != "fp32") for dtype, key, _, fp8 in lines if "e5" not in key)
+        assert all(fp8 == (dtype != "fp32") for dtype, key, _, _, fp8 in lines if "e5" not in key)
+        for dtype, *_, compiled, _ in lines:
+            limits = {limit for name, _, limit in compiled if name == "decode_kernel"}
+            assert (None in limits) == (dtype == "fp32")  # `tuning.Config.registers`
+            warps = {warps for name, warps, _ in compiled if name == "decode_exact_kernel"}
+            assert warps == {8 if dtype == "fp32" else 4}  # `tuning.exact_warps`
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("sm_90", "fp16"), ("gfx942", "bf16")])
@@ -374,29 +371,6 @@ def test_the_path_is_that_of_the_architecture_table():
         path = choose_path(torch.bfloat16, divmod(arch, 10) if backend == "cuda" else None)
         assert (path.compute == torch.float8_e4m3fn) == (ARCHITECTURES[name].decode_path == FP8_DOT), name
     assert set(TARGETS) == set(ARCHITECTURES) - {"cpu"}
-
-
-def test_a_step_more_needs_no_other_kernel(monkeypatch):
-    """While the tail fills, and with every layer: launches are looked up by the same keys, so nothing compiles anew."""
-    pytest.importorskip("triton")
-    from tq_kernels import decode, decode_merge
-
-    from tq_cache.backends.triton import states_of
-
-    launched = []
-    for module in (decode, decode_merge):
-        monkeypatch.setattr(module, "launch", lambda kernel, key, grid, *args, **options: launched.append((key, grid)))
-    layers = [Case("tq4", tokens=tokens).view(dtype=torch.bfloat16) for tokens in (192, 192, 256)]
-    tail = torch.randn(2, 2, 1, 128, 64, dtype=torch.bfloat16)
-    for length in range(1, 65):
-        for view in layers[:2]:
-            keys, values = tail[:, :, :, :length]
-            states = states_of(view.key), states_of(view.value)
-            decode.decode(Case("tq4").query(dtype=torch.bfloat16), *states, keys, values, packed_length=192, scaling=1)
-    assert len(launched) == 2 * 2 * 64 and len(set(launched)) == 2
-    states = states_of(layers[2].key), states_of(layers[2].value)
-    decode.decode(Case("tq4").query(dtype=torch.bfloat16), *states, keys, values, packed_length=256, scaling=1)
-    assert len(set(launched)) > 2  # memory has grown: other strides
 
 
 # --- On CUDA ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from error_budget import dequantize_budget, relative_error, seeded
-from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+from kernel_harness import (
+    DTYPES,
+    TARGETS,
+    compile_launch,
+    device_of,
+    empty_states,
+    print_line,
+    run_script,
+)
 
 from tq_cache.backends import quantizers
 from tq_cache.formats.presets import FORMATS
@@ -96,25 +104,12 @@ def compile_all(target: str, full: str) -> None:
 
 
 def _compile(target, role, fmt, dtype, dim):
-    from tq_kernels import dequantize
+    from tq_kernels.dequantize import dequantize_launch
 
-    from tq_cache.backends.triton import coding_of
-
-    backend, arch, _ = TARGETS[target]
-    factor = "*fp32" if fmt.bits == 8 else "*fp16"
-    factors = (factor, factor) if fmt.has_zero else (factor,)
-    columns = dequantize.columns_of(dim, fmt.rotated)
-    return compile_kernel(
-        dequantize._dequantize_kernel,
-        target,
-        dict(packed="*u8", factors=factors, center="*fp32", smooth="*fp32" if role == "key" else None,
-             rotation="*fp32" if fmt.rotated else None, out="*" + dtype, length="i32", blocks="i32",
-             strides=(("i64", "i64"),) * (1 + len(factors))),
-        dict(DIM=dim, CODE=coding_of(fmt).code, MODE=(backend == "cuda", backend == "cuda" and arch >= 89),
-             VALUE=role == "value", COLUMNS=columns),
-        # Known: rotated vectors of 256 channels (sm_75: of 128) do not fit there; Triton says so at the launch.
-        fits=not (fmt.rotated and dim > 64 and target in ("sm_70", "sm_75")), num_warps=4,
-    )  # fmt: skip
+    states = empty_states(role, fmt, dim)
+    launch, _ = dequantize_launch(states, 200, DTYPES[dtype], role == "value", device_of(target))
+    # Known: rotated vectors of 256 channels (sm_75: of 128) do not fit there; Triton says so at the launch.
+    compile_launch(launch, target, fits=not (fmt.rotated and dim > 64 and target in ("sm_70", "sm_75")))
 
 
 @pytest.mark.parametrize("target", ["sm_80"])

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from error_budget import Expected, Roundings, assert_within, attention, exact_parts, ratios, seeded
-from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+from kernel_harness import (
+    DTYPES,
+    TARGETS,
+    compile_launch,
+    device_of,
+    empty_states,
+    print_line,
+    recorded_launches,
+    run_script,
+)
 
 from tq_cache.backends import quantizers
 from tq_cache.formats.presets import resolve_preset
@@ -150,7 +159,7 @@ def interpret(*names: str) -> None:
     choose_splits = prefill._choose_splits
     for name in names:
         case = CASES[name]
-        prefill._choose_packed = lambda _, tokens=case.tokens: prefill.Launch(16, tokens or 64, 4)
+        prefill._choose_packed = lambda _, tokens=case.tokens: prefill.Config(16, tokens or 64, 4)
         prefill._choose_splits = (lambda *_, splits=case.splits: splits) if case.splits else choose_splits
         query, view = case.query(), case.view()
         options = case.options(view.length)
@@ -182,100 +191,75 @@ def test_interpreted_equals_reference_in_all_cases():
 # --- Compiled ---------------------------------------------------------------------------------------------------------
 
 
-COMPILED = [("packed", "4bit_nc", "bf16"), ("unpack", "3bit_nc", "bf16"), ("exact", "tq4", "bf16")]
-COMPILED += [(kernel, "tq4", "bf16") for kernel in ("query", "merge", "tiles")]
-ALL_COMPILED = [(kernel, "tq4", dtype) for kernel in ("query", "merge", "exact", "tiles") for dtype in DTYPES]
-ALL_COMPILED += [("packed", "4bit_nc", "bf16"), ("packed", "3bit_nc", "fp16"), ("packed", "tq2", "fp32"),
-                 ("packed", "fp8_e4m3", "bf16"), ("packed", "fp8_e5m2", "fp32")]  # fmt: skip
-ALL_COMPILED += [("unpack", preset, "bf16") for preset in ("k8v4", "3bit_nc", "tq2", "fp8_e5m2")]
+# Preset, dtype, and what is asked for; in float32 everything.
+COMPILED = [("4bit_nc", "bf16", {}), ("tq4", "bf16", dict(mask=True)), ("3bit_nc", "bf16", dict(segments=True))]
+ALL_COMPILED = [
+    *COMPILED,
+    ("tq4", "fp32", dict(mask=True, softcap=3.0, s_aux=True)),
+    ("tq4", "fp16", dict(softcap=3.0)),
+    ("3bit_nc", "fp16", {}),
+    ("tq2", "fp32", {}),
+    ("fp8_e4m3", "bf16", dict(s_aux=True)),
+    ("fp8_e5m2", "fp32", {}),
+    *((preset, "bf16", dict(segments=True)) for preset in ("k8v4", "tq2", "fp8_e5m2")),
+]
 
 
 def compile_all(target: str, full: str) -> None:
-    for kernel, preset, dtype in ALL_COMPILED if full == "full" else COMPILED:
-        _compile(target, kernel, resolve_preset(preset), dtype)
-        print_line(kernel, preset, dtype)
+    for preset, dtype, options in ALL_COMPILED if full == "full" else COMPILED:
+        names = _compile(target, resolve_preset(preset), DTYPES[dtype], **options)
+        print_line(preset, dtype, list(options), names)
 
 
-def _compile(target, kernel, preset, dtype):
-    """Compiles a kernel as an H200 runs it, for other targets with small tiles and heads; float32 with every option.
+def _compile(target, preset, dtype, mask=False, softcap=None, s_aux=False, segments=False) -> list[str]:
+    """Compiles all that a prefill launches, and returns the names; on GPUs other than an H200 with small heads.
 
-    What a target can convert and multiply does not depend on sizes, and what compiling takes does.
+    What a target can convert and multiply does not depend on the size of heads, and what compiling takes does.
     """
-    from tq_kernels import prefill, tiled_mask
+    from tq_kernels import prefill
 
-    from tq_cache.backends.triton import coding_of
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    backend, arch, _ = TARGETS[target]
-    nvidia, single = backend == "cuda", dtype == "fp32"
-    launches = prefill.LAUNCHES[target != "sm_90" or single, False, target == "sm_90"]
-    launch = {"packed": launches.packed, "exact": launches.exact, "tiles": launches.exact}.get(kernel, launches.rotate)
-    tile = {"M": launch.queries, "K" if kernel in ("query", "merge") else "N": launch.tokens}
-    codes = dict(KEY=coding_of(preset.key).code, VALUE=coding_of(preset.value).code)
-    dim = 128 if target == "sm_90" else 32
-    dims = dict(DIM=dim, VALUE_DIM=dim)
-    past = dims | codes | dict(MODE=(nvidia, nvidia and arch >= 89))
-    shared = dict(GROUP=4, PRECISION="tf32x3" if nvidia and arch >= 80 else "ieee") | tile
-    x, y, i, single_pointer = "*" + dtype, "*fp32" if single else "*fp16", "i32", "*fp32"
-    key, value = (
-        ("*u8", "*fp32" if fmt.bits == 8 else "*fp16") + (("*fp16",) if fmt.has_zero else ())
-        for fmt in (preset.key, preset.value)
+    dim, queries, packed = 128 if target == "sm_90" else 32, 100, 2112 if segments else 256
+    states = (empty_states(role, fmt, dim, packed, preset.center) for role, fmt in
+              (("key", preset.key), ("value", preset.value)))  # fmt: skip
+    tail, sinks = empty(2, 2, queries + 20, dim), 4 if mask else 0
+    given = empty(2, 8, queries, packed + queries + 20, dtype=torch.uint8) if mask else None
+    problem = prefill.Problem(
+        device_of(target), empty(2, 8, queries, dim), *states, tail, tail, packed, sinks, queries, 0.1, softcap, given
     )
-    pairs = tuple((("i64", "i64"),) * len(side) for side in (key, value))
-    center, rotation = single_pointer if preset.center else None, single_pointer if preset.key.rotated else None
-    triple, mask, mask_strides = ("i64",) * 3, None, ()
-    if single:
-        mask, mask_strides = ("*u8", "*u8"), (("i64", "i64", "i64", "i32"), triple)
-    spans = dict(outs=(y,) * 4, lses=(single_pointer,) * 4)
-    signature, constants = {
-        "query": (
-            dict(query=x, rotation=rotation, smooth=center, center=center, rotated=y, offset=center, count=i, rows=i,
-                 factor="fp32", strides=triple),
-            dict(DIM=dim, BITS=preset.key.bits, **shared),
-        ),
-        "packed": (
-            dict(rotated=y, offset=center if single else None, key=key, value=value, mask=mask, partial=y,
-                 partial_lse=single_pointer, count=i, first_block=i, length=i, sinks=i, rows=i, softcap="fp32",
-                 strides=(*pairs, mask_strides)),
-            past | shared | dict(SOFTCAP=single),
-        ),
-        "unpack": (dict(key=key, value=value, keys=y, values=y, first_block=i, strides=pairs), past),
-        "merge": (
-            spans | dict(rotation=rotation, center=center, out=y, out_lse=single_pointer, rows=i),
-            dict(DIM=dim, **shared),
-        ),
-        "exact": (
-            dict(query=x, keys=x, values=x, partial=y, partial_lse=single_pointer, offset=center, mask=mask,
-                 s_aux=x if single else None, out=x, lse=single_pointer, count=i, packed=i, exact=i, sinks=i, rows=i,
-                 factors=("fp32", "fp32"), strides=(triple, triple, triple, mask_strides, triple)),
-            dims | shared | dict(CAUSAL=not single, SOFTCAP=single),
-        ),
-        "tiles": (
-            dict(mask="*u8" if dtype == "bf16" else x, tiles="*u8", count=i, length=i, boundary=i, shift=i,
-                 strides=("i64", "i64", "i64", "i32")),
-            tile,
-        ),
-    }[kernel]  # fmt: skip
-    options = dict(num_warps=launch.warps, num_stages=launch.stages)
-    function = {
-        "packed": prefill._prefill_packed_kernel,
-        "exact": prefill._prefill_exact_kernel,
-        "unpack": prefill.unpack_kernel,
-        "query": prefill.prefill_query_kernel,
-        "merge": prefill.prefill_merge_kernel,
-        "tiles": tiled_mask._mask_tiles_kernel,
-    }[kernel]
-    return compile_kernel(function, target, signature, constants, **options)
+    plain, prefill._cudnn_attention = prefill._cudnn_attention, _no_attention
+    with recorded_launches() as launches:
+        prefill.attend(problem, empty(1, 8, 1) if s_aux else None, True, segments)
+    prefill._cudnn_attention = plain
+    for launch in launches:
+        compile_launch(launch, target)
+    return [launch.program.kernel.__name__ for launch in launches]
+
+
+def _no_attention(query, keys, values):
+    """What `prefill._cudnn_attention` returns, but for the numbers."""
+    return query.new_empty(*query.shape[:3], values.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("target", ["sm_90"])
 def test_compiles(target):
-    assert run_script(__file__, "compile", target, "few")
+    check_compiled(target, "few")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_target(target):
-    assert run_script(__file__, "compile", target, "full")
+    check_compiled(target, "full")
+
+
+def check_compiled(target, full) -> None:
+    lines = run_script(__file__, "compile", target, full)
+    assert {name for *_, names in lines for name in names} == {
+        "prefill_query_kernel", "_prefill_packed_kernel", "unpack_kernel", "prefill_merge_kernel",
+        "_prefill_exact_kernel", "_mask_tiles_kernel",
+    }  # fmt: skip
 
 
 # --- Refused ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from error_budget import seeded
-from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+from kernel_harness import DTYPES, TARGETS, compile_launch, device_of, empty_states, print_line, run_script
 
 from tq_cache.backends import reference
 from tq_cache.backends.calibration import calibrate as measure
@@ -190,31 +190,26 @@ REPRESENTATIVE = {"sm_90": ("tq4", "bf16")}
 
 
 def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
-    from tq_kernels.quantize import _quantize_kernel, choose
+    from tq_kernels.quantize import quantize_launch
 
-    from tq_cache.backends.triton import states_of
-
-    pairs = [Case(preset, dim=dim).make(role, "cpu", DTYPES[dtype]) for role in ROLES]
-    key, value = (states_of(states) for states, _ in pairs)
-    backend, arch, _ = TARGETS[target]
-    constants, options = choose(key, value, DTYPES[dtype], backend, arch)
-    names = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
-    sides = [("*" + dtype, *(None if t is None else names[t.dtype] for t in states[:7])) for states in (key, value)]
-    signature = dict(zip(("key", "value"), sides, strict=True)) | dict.fromkeys(("start", "end"), "i32")
-    signature |= dict.fromkeys(("key_strides", "value_strides"), ("i64",) * 9)
-    text = compile_kernel(_quantize_kernel, target, signature, constants | {"LOOP": 1 if dim == 128 else 4}, **options)
-    print_line(preset, dtype, dim, "wgmma" in text)
+    chosen, states = Case(preset).chosen, []
+    batch, tokens = (8, 2048) if dim != 128 else (2, 64)  # several blocks a program, or one
+    for role, fmt in (("key", chosen.key), ("value", chosen.value)):
+        states.append(empty_states(role, fmt, dim, tokens, chosen.center, batch))
+    x = torch.empty(batch, 2, tokens, dim, dtype=DTYPES[dtype], device="meta")
+    launch = quantize_launch(*states, x, x, 0, device_of(target))
+    assert launch.program.constants["LOOP"] == (1 if dim == 128 else 4)
+    compiled = compile_launch(launch, target)
+    print_line(preset, dtype, dim, "wgmma" in compiled.asm.get("ptx", ""))
 
 
 def compile_append(target: str, dtype: str) -> None:
-    from tq_kernels.append import _append_kernel
+    from tq_kernels.append import append_launch
 
-    signature = dict.fromkeys(("keys", "values", "tail_keys", "tail_values"), "*" + dtype)
-    strides = ("key_strides", "value_strides", "tail_key_strides", "tail_value_strides")
-    signature |= dict.fromkeys(strides, ("i64",) * 3)
-    signature |= dict.fromkeys(("start", "tokens"), "i32")
-    constants = dict(KEY_DIM=128, VALUE_DIM=64, TOKENS=16, WIDTH=128)
-    compile_kernel(_append_kernel, target, signature, constants)
+    for tokens in (1, 40):
+        shapes = [(2, 2, n, dim) for n in (tokens, 64) for dim in (128, 64)]
+        tensors = (torch.empty(shape, dtype=DTYPES[dtype], device="meta") for shape in shapes)
+        compile_launch(append_launch(*tensors, 3, device_of(target)), target)
 
 
 def compile_all(target: str) -> None:

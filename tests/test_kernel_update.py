@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from error_budget import seeded
-from kernel_harness import DTYPES, TARGETS, compile_kernel, print_line, run_script
+from kernel_harness import DTYPES, TARGETS, compile_launch, device_of, empty_states, print_line, run_script
 
 from tq_cache.backends import reference
 from tq_cache.formats.presets import PRESETS
@@ -56,30 +56,17 @@ def test_interpreted_equals_reference():
 
 
 def compile_all(target, *presets):
-    from tq_kernels.quantize import choose
-    from tq_kernels.update import _update_kernel
+    from tq_kernels.update import update_launch
 
-    from tq_cache.backends.triton import states_of
-
-    backend, arch, _ = TARGETS[target]
     for dtype in DTYPES:
-        for preset in presets:
-            storage = PreallocatedStorage(PRESETS[preset], 64, 200, "reference")
-            storage.append(*(torch.randn(1, 1, 16, 128).to(DTYPES[dtype]) for _ in range(2)))
-            key, value = map(states_of, (storage.states.key, storage.states.value))
-            constants, options = choose(key, value, DTYPES[dtype], backend, arch)
-            constants.pop("STAGES")
-
-            def side(states, ring="*" + dtype):
-                kinds = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
-                return (ring, *(None if x is None else kinds[x.dtype] for x in states[:7]))
-
-            signature = dict(
-                keys="*" + dtype, values="*" + dtype, key=side(key), value=side(value),
-                token_strides=(("i64", "i64"), ("i64", "i64")), key_strides=("i64",) * 9, value_strides=("i64",) * 9,
-                total="*i64", sizes=("i32",) * 3,
-            )  # fmt: skip
-            print_line(dtype, preset, len(compile_kernel(_update_kernel, target, signature, constants, **options)))
+        for name in presets:
+            preset, states = PRESETS[name], []
+            for role, fmt in (("key", preset.key), ("value", preset.value)):
+                states.append(empty_states(role, fmt, 128))
+            token, ring = (torch.empty(2, 2, n, 128, dtype=DTYPES[dtype], device="meta") for n in (1, 192))
+            total = torch.empty((), dtype=torch.int64, device="meta")
+            launch = update_launch(token, token, *states, (ring, ring), total, 128, 384, device_of(target))
+            print_line(dtype, name, compile_launch(launch, target).metadata.num_warps)
 
 
 def check_compiled(target, *presets):

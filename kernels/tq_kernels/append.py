@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, number_of, signature
+from .device import Device, describe
+from .launch import Launch, Program, signature
 
 ELEMENTS = 2048  # of a tile
 
@@ -43,27 +44,33 @@ def append(
     The buffers are [B, H_kv, capacity, D] and [B, H_kv, capacity, D_v].  All four tensors are of one dtype; any strides
     but 1 in the last dimension.  Raises ValueError, before anything is written, if they do not fit each other.
     """
+    launch = append_launch(keys, values, tail_keys, tail_values, start, describe(keys.device))
+    if launch is not None:
+        launch.run()
+
+
+def append_launch(keys, values, tail_keys, tail_values, start: int, device: Device) -> Launch | None:
+    """The launch of `append`, None if there is nothing to copy."""
     tensors = (keys, values, tail_keys, tail_values)
-    plan = _plan(keys.device, *map(signature, tensors))
+    plan = _plan(device, *map(signature, tensors))
     if start < 0 or start + plan.tokens > plan.capacity:
         raise ValueError(f"expected start >= 0 and room for {plan.tokens} tokens, got start {start} of {plan.capacity}")
-    if plan.tokens:
-        arguments = (*tensors, *plan.strides, start, plan.tokens)
-        launch(_append_kernel, plan.number, plan.grid, arguments, plan.constants)
+    if not plan.tokens:
+        return None
+    return Launch(plan.program, plan.grid, (*tensors, *plan.strides, start, plan.tokens))
 
 
 class _Plan(NamedTuple):
     """What is worked out once for the signatures of the tensors."""
 
-    number: int  # no other plan has it
+    program: Program
     grid: tuple[int, int, int]
     tokens: int
     capacity: int  # tokens of the buffers
     strides: tuple[tuple[int, ...], ...]
-    constants: dict[str, int]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _plan(device, *tensors) -> _Plan:
     """Raises ValueError unless keys, values and their buffers fit each other."""
     keys, values, tail_keys, tail_values = (x.shape for x in tensors)
@@ -80,5 +87,5 @@ def _plan(device, *tensors) -> _Plan:
     rows = min(triton.next_power_of_2(max(tokens, 1)), max(1, ELEMENTS // width))
     constants = dict(KEY_DIM=keys[3], VALUE_DIM=values[3], TOKENS=rows, WIDTH=width)
     grid = (-(-tokens // rows), heads, 2 * batch)
-    number = number_of(("append", device, tensors))
-    return _Plan(number, grid, tokens, tail_keys[2], tuple(x.strides[:3] for x in tensors), constants)
+    program = Program(_append_kernel, device, constants, {})
+    return _Plan(program, grid, tokens, tail_keys[2], tuple(x.strides[:3] for x in tensors))

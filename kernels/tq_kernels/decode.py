@@ -9,24 +9,25 @@ Query columns of a KV head are head after head, `QUERIES` of each, in tiles of `
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .decode_exact import EXACT_TILE, attend_exact, decode_exact_kernel
-from .decode_merge import launch_merge, merge_warps
+from .decode_merge import merge_launch, merge_program
 from .decode_packed import attend_packed
 from .decode_query import by_matrix, rotate_query_kernel
-from .device import capability, is_nvidia, multiprocessors, shared_memory
-from .launch import aligned, launch, number_of, signature
+from .device import Device, describe
+from .launch import Launch, Program, aligned, signature
 from .primitives import BLOCK_TOKENS
 from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
-from .states import States, no_states
+from .states import States, no_layout
 from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps, exact_warps
 
 MAX_QUERIES = 16
+_LOG2E = LOG2E.value
 MAX_EXACT_SPLITS = 8
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -96,25 +97,45 @@ def choose_path(dtype: torch.dtype, capability: tuple[int, int] | None) -> Path:
     return Path(torch.float8_e4m3fn if native else torch.float16, native, precision, pdl)
 
 
+class Problem(NamedTuple):
+    """What one call of `decode` is given (see there), and on which device."""
+
+    device: Device
+    query: torch.Tensor
+    key: States | None
+    value: States | None
+    keys: torch.Tensor
+    values: torch.Tensor
+    packed_length: int
+    scaling: float
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+    mask: torch.Tensor | None = None
+    softcap: float | None = None
+    s_aux: torch.Tensor | None = None
+    causal: bool = True
+    lengths: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+    residual_length: int = 0
+    path: Path | None = None
+    splits: int | None = None
+
+
 class _Plan(NamedTuple):
     """What is worked out once for shapes, strides, formats and flags."""
 
-    launches: "_Launches"
+    rotate: Program | None  # of the query, where that takes a launch of its own
+    attend: Program
+    merge: Program
+    rotate_grid: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    shape: tuple[int, int, int, int]  # of the output
+    blocks: int
+    tail: int  # tokens
     splits: int  # of packed tokens
     all_splits: int
     work: int  # elements
     sizes: tuple[int, int]  # of sinks, residual length
     strides: tuple[tuple[int, ...], ...]
-    numbers: tuple[int, int, int]  # of rotation, attention, merge: a kernel is compiled once for each number of its own
-
-
-class _Launches(NamedTuple):
-    """Rotation of the query, attention, merge: their grids, constants and options."""
-
-    turns: bool  # whether the query is rotated in a launch of its own
-    grids: tuple[tuple[int, int, int], ...]
-    constants: tuple[dict[str, Any], ...]
-    options: tuple[dict[str, Any], ...]
 
 
 def decode(
@@ -156,34 +177,51 @@ def decode(
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
     [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
-    key = key or no_states(*keys.shape[:2], keys.shape[3], keys.device)
-    value = value or no_states(*values.shape[:2], values.shape[3], values.device)
+    problem = Problem(
+        describe(query.device), query, key, value, keys, values, packed_length, scaling, sinks, mask, softcap, s_aux,
+        causal, lengths, total, residual_length, path, splits,
+    )  # fmt: skip
+    launches, out, lse = prepare(problem)
+    for launch in launches:
+        launch.run()
+    return out, lse
+
+
+def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]:
+    """The launches of `decode`, and what it returns once they have run; raises as it does."""
+    device, query, key, value, keys, values, packed_length, scaling, sinks, mask, softcap, s_aux = problem[:12]
     sinks = sinks if sinks is not None and sinks[0].shape[2] else None
     mask, mask_kind = _describe(mask, query)
     s_aux = None if s_aux is None else s_aux.expand(*query.shape[:3])
+    lengths, total = problem.lengths, problem.total
+    present = (None, None) if lengths is None and total is None else aligned(lengths, total)
     plan = _plan(
-        query.device, path, signature(query), signature(keys), signature(values),
+        device, problem.path, signature(query), signature(keys), signature(values),
         None if sinks is None else tuple(map(signature, sinks)), None if mask is None else signature(mask), mask_kind,
-        None if s_aux is None else signature(s_aux), key.layout, value.layout, packed_length, residual_length,
-        softcap is not None, causal, aligned(lengths, total), splits,
+        None if s_aux is None else signature(s_aux), key and key.layout, value and value.layout, packed_length,
+        problem.residual_length, softcap is not None, problem.causal, present, problem.splits,
     )  # fmt: skip
     work = query.new_empty(plan.work, dtype=torch.float32)
-    slots, scales = None if total is None else keys.shape[2], (scaling * LOG2E.value, float(softcap or 0))
-    launches, tail = plan.launches, (keys, values)
+    slots, tail = None if total is None else plan.tail, (keys, values)
+    scales = scaling * _LOG2E, float(softcap or 0)
+    launches, arguments = [], None
     if plan.splits:
-        turned = _rotate(plan, query, key) if launches.turns else None
-        space = key.rotation, key.smooth, key.center
+        assert key is not None and value is not None  # checked by the plan
+        turned, space = None, (key.rotation, key.smooth, key.center)
+        if plan.rotate is not None:
+            turned = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+            launches.append(Launch(plan.rotate, plan.rotate_grid, (query, space, turned, query.stride()[:3])))
         arguments = (
             query, turned, space, (key.packed, *key.factors), (value.packed, *value.factors), tail, sinks, mask,
-            lengths, total, slots, work, plan.splits, packed_length, key.layout.blocks, keys.shape[2],
-            plan.sizes, scales, plan.strides,
+            lengths, total, slots, work, plan.splits, packed_length, plan.blocks, plan.tail, plan.sizes,
+            scales, plan.strides,
         )  # fmt: skip
-        kernel = decode_kernel
     else:
-        arguments = (query, tail, sinks, mask, total, slots, work, keys.shape[2], plan.sizes, scales, plan.strides)
-        kernel = decode_exact_kernel
-    launch(kernel, plan.numbers[1], launches.grids[1], arguments, launches.constants[1], **launches.options[1])
-    return launch_merge(plan, work, query, value, s_aux)
+        arguments = (query, tail, sinks, mask, total, slots, work, plan.tail, plan.sizes, scales, plan.strides)
+    launches.append(Launch(plan.attend, plan.grid, arguments))
+    merge, out, lse = merge_launch(plan.merge, work, query, plan.shape, value, plan.splits, plan.all_splits, s_aux)
+    launches.append(merge)
+    return launches, out, lse
 
 
 def _describe(mask, query):
@@ -197,15 +235,7 @@ def _describe(mask, query):
     return mask.expand(*query.shape[:2], -1, -1), kind.value
 
 
-def _rotate(plan, query, key):
-    """The query, smoothed and rotated, float32."""
-    turned = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    arguments = query, (key.rotation, key.smooth, key.center), turned, query.stride()[:3]
-    launch(rotate_query_kernel, plan.numbers[0], plan.launches.grids[0], arguments, plan.launches.constants[0])
-    return turned
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _plan(
     device, path, query, keys, values, sinks, mask, mask_kind, s_aux, key, value, packed_length, residual_length,
     soft, causal, present, splits,
@@ -213,49 +243,74 @@ def _plan(
     """The plan for tensors of these signatures, packed states of these layouts, and flags; raises as `decode` does.
 
     soft: scores are capped; present: whether `lengths` and `total` are aligned, None where there is none.  With every
-    step a length is another, and the plan made anew, once for all layers; what is compiled stays.
+    step a length is another, and the plan made anew, once for all layers that are alike; what is compiled stays.
     """
+    key = key or no_layout(*keys.shape[:2], keys.shape[3])
+    value = value or no_layout(*values.shape[:2], values.shape[3])
     static = present[1] is not None
     _check(query, keys, values, key, value, packed_length, mask, static)
     batch, heads, queries, dim = query.shape
     kv_heads, tail = keys.shape[1:3]
     value_dim = values.shape[3]
-    path = path or choose_path(query.dtype, capability(device) if is_nvidia(device) else None)
+    path = path or choose_path(query.dtype, device.capability if device.is_nvidia else None)
     columns = heads // kv_heads * queries
+    tile = _columns(columns, path)
     config = choose(
-        value.coding.bits, _columns(columns, path), value_dim, (key.shape[3] + value.shape[3]) // BLOCK_TOKENS.value,
-        shared_memory(device), path.compute == torch.float8_e4m3fn,
+        value.coding.bits, tile, value_dim, (key.shape[3] + value.shape[3]) // BLOCK_TOKENS.value,
+        device.shared_memory, path.compute == torch.float8_e4m3fn,
     )  # fmt: skip
     splits, tail_splits = _count_splits(device, path, config, batch * kv_heads, columns, packed_length, tail, splits)
     all_splits = splits + tail_splits + (sinks is not None)
     flags = soft, causal and mask is None and queries > 1, mask_kind
-    kind = (
-        device, query.dtype, (batch, heads, kv_heads, queries, dim, value_dim), key.coding.code, value.coding.code,
-        flags, splits, tail_splits, sinks is not None, path, config, key.coding.rotated,
-        key.blocks * BLOCK_TOKENS.value < config.tile, tail < queries - 1, tail > MAX_EXACT_SPLITS * EXACT_TILE.value,
-    )  # fmt: skip
-    sizes = 0 if sinks is None else sinks[0].shape[2], residual_length
+    shared = dict(GROUP=heads // kv_heads, QUERIES=queries)
+    attend = dict(DIMS=(dim, value_dim), COLUMNS=tile, FLAGS=flags) | shared
+    rotate = None
+    if splits:
+        if by_matrix(key.coding.rotated, dim):
+            rotate = Program(rotate_query_kernel, device, dict(DIM=dim, PRECISION=path.precision) | shared, {})
+        program = _packed_program(device, query.dtype, attend, key, value, path, config, tail < queries - 1)
+    else:
+        program = _exact_program(device, query.dtype, attend, path, tail > MAX_EXACT_SPLITS * EXACT_TILE.value)
     exact = (*(x.strides[:3] for x in (keys, values)), *(x.strides[:3] for x in sinks or (keys, values)))
-    masks = (0, 0, 0, 0) if mask is None else mask.strides
     places = (key.places, value.places) if splits else ((), ())
-    strides = (query.strides[:3], *places, *exact, masks)
-    alike = (  # all for which Triton may compile anew
-        kind, strides, sizes, keys.shape[2] if static else None, query.aligned, keys.aligned, values.aligned,
-        sinks and tuple(x.aligned for x in sinks), mask and (mask.dtype, mask.aligned), present, key.aligned,
-        value.aligned,
+    return _Plan(
+        rotate, program, merge_program(device, value_dim, heads // kv_heads, queries, all_splits, path.pdl),
+        (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
+        (kv_heads * triton.cdiv(columns, tile), batch, all_splits),  # exact tokens last: see `choose_splits`
+        (batch, heads, queries, value_dim), key.blocks, tail, splits, all_splits,
+        batch * kv_heads * all_splits * columns * (value_dim + 1),
+        (0 if sinks is None else sinks[0].shape[2], residual_length),
+        (query.strides[:3], *places, *exact, (0, 0, 0, 0) if mask is None else mask.strides),
     )  # fmt: skip
-    numbers = (
-        number_of(("rotate", kind, query.strides, query.aligned, key.aligned)),
-        number_of(("attend", alike)),
-        number_of(("merge", kind, value.aligned, s_aux and s_aux[1:])),
-    )
-    work = batch * kv_heads * all_splits * columns * (value_dim + 1)
-    return _Plan(_launches(*kind), splits, all_splits, work, sizes, strides, numbers)
+
+
+def _packed_program(device, dtype, attend, key, value, path, config, causal_packed):
+    """`decode_kernel` with the constants `attend`; causal_packed: not every query may see all packed tokens."""
+    flags, small = attend["FLAGS"], key.blocks * BLOCK_TOKENS.value < config.tile
+    step, _ = exact_steps(attend["DIMS"], dtype.itemsize, device.shared_memory)
+    constants = attend | dict(
+        KEY=key.coding.code, VALUE=value.coding.code, FLAGS=(*flags, flags[1] and causal_packed),
+        COMPUTE=DTYPES[path.compute], PATH=(path.ptx, path.precision, path.pdl),
+        LAUNCH=(config.tile, config.warps, small, config.stages, min(step, EXACT_BESIDE)),
+    )  # fmt: skip
+    options = dict(num_warps=config.warps, num_stages=config.stages)
+    if config.registers and path.ptx:
+        options["maxnreg"] = config.registers
+    return Program(decode_kernel, device, constants, options)
+
+
+def _exact_program(device, dtype, attend, path, long):
+    """`decode_exact_kernel` with the constants `attend`; long: a tail of many tiles."""
+    step, stages = exact_steps(attend["DIMS"], dtype.itemsize, device.shared_memory)
+    stages = stages if long and dtype != torch.float32 else 1
+    constants = attend | dict(PRECISION=path.precision, PDL=path.pdl, LAUNCH=(step, stages))
+    options = dict(num_warps=exact_warps(attend["DIMS"], dtype.itemsize), num_stages=stages)
+    return Program(decode_exact_kernel, device, constants, options)
 
 
 def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
     """Splits of the packed tokens and of the tail."""
-    programs, available = pairs * -(-columns // _columns(columns, path)), multiprocessors(device)
+    programs, available = pairs * -(-columns // _columns(columns, path)), device.multiprocessors
     if not packed:
         splits = 0
     elif splits is None:
@@ -267,54 +322,6 @@ def _count_splits(device, path, config, pairs, columns, packed, tail, splits):
 def _columns(columns, path):
     """Query columns of a tile: 4, 8 or 16 with two terms each, else 16."""
     return max(4, min(triton.next_power_of_2(columns), 16)) if path.compute == torch.float8_e4m3fn else 16
-
-
-@lru_cache(maxsize=1024)
-def _launches(
-    device, dtype, sizes, key_code, value_code, flags, splits, tail_splits, has_sinks, path, config, rotated,
-    small, causal_packed, long,
-):  # fmt: skip
-    """The launches.
-
-    rotated: the keys are; small: room for fewer packed tokens than a tile has; long: a tail of many tiles
-    """
-    batch, heads, kv_heads, queries, dim, value_dim = sizes
-    step, stages = exact_steps((dim, value_dim), dtype.itemsize, shared_memory(device))
-    columns = heads // kv_heads * queries
-    tile = _columns(columns, path)
-    all_splits = splits + tail_splits + has_sinks
-    shared = dict(GROUP=heads // kv_heads, QUERIES=queries)
-    attend = dict(DIMS=(dim, value_dim), COLUMNS=tile, **shared)
-    options: dict[str, Any]
-    if splits:
-        attend |= dict(
-            KEY=key_code, VALUE=value_code, FLAGS=(*flags, flags[1] and causal_packed),
-            COMPUTE=DTYPES[path.compute], PATH=(path.ptx, path.precision, path.pdl),
-            LAUNCH=(config.tile, config.warps, small, config.stages, min(step, EXACT_BESIDE)),
-        )  # fmt: skip
-        options = dict(num_warps=config.warps, num_stages=config.stages)
-        if config.registers and path.ptx:
-            options["maxnreg"] = config.registers
-    else:
-        stages = stages if long and dtype != torch.float32 else 1
-        attend |= dict(FLAGS=flags, PRECISION=path.precision, PDL=path.pdl, LAUNCH=(step, stages))
-        options = dict(num_warps=exact_warps((dim, value_dim), dtype.itemsize), num_stages=stages)
-    merge = dict(DIM=value_dim, SPLITS=triton.next_power_of_2(all_splits), PDL=path.pdl)
-    return _Launches(
-        by_matrix(rotated, dim),
-        (
-            (triton.cdiv(columns, 16) * triton.cdiv(dim, 64), kv_heads, batch),
-            (kv_heads * triton.cdiv(columns, tile), batch, all_splits),  # exact tokens last: see `choose_splits`
-            (batch * heads * queries, 1, 1),
-        ),
-        (dict(DIM=dim, PRECISION=path.precision) | shared, attend, merge | shared),
-        (
-            {},
-            options,
-            # The launch before it waits for all that was launched before.
-            dict(num_warps=merge_warps(merge["SPLITS"], value_dim), **({"launch_pdl": True} if path.pdl else {})),
-        ),
-    )  # fmt: skip
 
 
 def _check(query, keys, values, key, value, packed_length, mask, static):

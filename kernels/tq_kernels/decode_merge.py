@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .hadamard import hadamard, is_power_of_two, log2
-from .launch import launch
+from .launch import Launch, Program
 from .scores import LOG2E
 
 
@@ -68,16 +68,18 @@ def merge_warps(splits: int, value_dim: int) -> int:
     return 4 if splits * value_dim <= 16384 else 16
 
 
-def launch_merge(plan, work, query, value, s_aux):
-    """Output and log-sum-exp of `decode`; `plan`, `work` and `s_aux` as there."""
-    batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, heads, queries, value.head_dim)
-    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+def merge_program(device, value_dim, group, queries, all_splits, pdl):
+    splits = triton.next_power_of_2(all_splits)
+    constants = dict(DIM=value_dim, GROUP=group, QUERIES=queries, SPLITS=splits, PDL=pdl)
+    # The launch before it waits for all that was launched before.
+    options = dict(num_warps=merge_warps(splits, value_dim), **({"launch_pdl": True} if pdl else {}))
+    return Program(decode_merge_kernel, device, constants, options)
+
+
+def merge_launch(program, work, query, shape, value, splits, all_splits, s_aux):
+    """The launch, output of that `shape` and log-sum-exp of `decode`; `value` is read if there are `splits` of it."""
+    out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=torch.float32)
     strides = (0, 0, 0) if s_aux is None else s_aux.stride()
-    rotation, center = (value.rotation, value.center) if plan.splits else (None, None)
-    arguments = (work, rotation, center, s_aux, out, lse, plan.splits, plan.all_splits, heads, strides)
-    launches = plan.launches
-    launch(
-        decode_merge_kernel, plan.numbers[2], launches.grids[2], arguments, launches.constants[2], **launches.options[2]
-    )
-    return out, lse
+    rotation, center = (value.rotation, value.center) if splits else (None, None)
+    arguments = (work, rotation, center, s_aux, out, lse, splits, all_splits, shape[1], strides)
+    return Launch(program, (shape[0] * shape[1] * shape[2], 1, 1), arguments), out, lse

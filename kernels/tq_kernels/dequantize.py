@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import Device, describe
+from .launch import Launch, Program
 from .primitives import BLOCK_TOKENS
 from .states import States
 from .unpack import channels, decoders, key_channels, load_keys, load_values, tile_order
@@ -94,6 +96,16 @@ def dequantize(states: States, length: int, dtype: torch.dtype, *, value: bool) 
 
     Returns [B, H_kv, length, D], contiguous.  Raises ValueError where an argument is none of these.
     """
+    launch, out = dequantize_launch(states, length, dtype, value, describe(states.packed.device))
+    if launch is not None:
+        launch.run()
+    return out
+
+
+def dequantize_launch(
+    states: States, length: int, dtype: torch.dtype, value: bool, device: Device
+) -> tuple[Launch | None, torch.Tensor]:
+    """The launch of `dequantize`, None if there is nothing to do, and its output."""
     states.check(length)
     dim = states.head_dim
     if dim > MAX_HEAD_DIM or dtype not in DTYPES:
@@ -104,15 +116,15 @@ def dequantize(states: States, length: int, dtype: torch.dtype, *, value: bool) 
     batch, heads = states.packed.shape[:2]
     out = torch.empty(batch, heads, length, dim, dtype=dtype, device=states.packed.device)
     if out.numel() == 0:
-        return out
+        return None, out
     columns = columns_of(dim, states.coding.rotated)
     count, blocks = triton.cdiv(length, BLOCK_TOKENS.value), 1
     if states.coding.rotated:
         blocks = max(1, min(count * heads * batch // PROGRAMS, MOST_BLOCKS))
     grid = (triton.cdiv(count, blocks) * triton.cdiv(dim, columns), heads, batch)
-    _dequantize_kernel[grid](
-        states.packed, states.factors, states.center, states.smooth, states.rotation, out, length,
-        blocks, tuple(x.stride()[:2] for x in (states.packed, *states.factors)), DIM=dim, CODE=states.coding.code,
-        MODE=decoders(out.device), VALUE=value, COLUMNS=columns, num_warps=4,
+    constants = dict(DIM=dim, CODE=states.coding.code, MODE=decoders(device), VALUE=value, COLUMNS=columns)
+    strides = tuple(x.stride()[:2] for x in (states.packed, *states.factors))
+    arguments = (
+        states.packed, states.factors, states.center, states.smooth, states.rotation, out, length, blocks, strides,
     )  # fmt: skip
-    return out
+    return Launch(Program(_dequantize_kernel, device, constants, dict(num_warps=4)), grid, arguments), out

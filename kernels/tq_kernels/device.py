@@ -1,29 +1,59 @@
-"""What the launchers ask about a device, each once."""
+"""What the launchers ask about a device, as one value: a test may describe a GPU that is not there."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import triton
 
 
-def is_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+class Device(NamedTuple):
+    """A device.
+
+    backend:         "cuda" (NVIDIA), "hip" (AMD), or "interpreter": no GPU
+    arch:            the architecture, as Triton calls it: 90, "gfx942"; 0 of what is no GPU
+    multiprocessors: 1 of what is no GPU
+    shared_memory:   bytes of a multiprocessor; more than enough of what is no GPU
+    program_memory:  bytes of shared memory that one program may have
+    index:           which of the machine's GPUs: what is compiled belongs to one
+    """
+
+    backend: str = "interpreter"
+    arch: int | str = 0
+    multiprocessors: int = 1
+    shared_memory: int = 1 << 30
+    program_memory: int = 0
+    index: int | None = None
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.backend == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, as torch counts it on AMD GPUs too (gfx942 is 9.4); (0, 0) of what is no GPU."""
+        if isinstance(self.arch, int):
+            return divmod(self.arch, 10)
+        return int(self.arch[3:-2]), int(self.arch[-2], 16)
 
 
-@lru_cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, as torch counts it on AMD GPUs too; (0, 0) of what is no GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+NO_GPU = Device()
 
 
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, 1 of anything else."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@lru_cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a multiprocessor of a GPU, more than enough of anything else."""
-    if device.type != "cuda":
-        return 1 << 30
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 1 << 16)
+@lru_cache(maxsize=64)
+def describe(device: torch.device) -> Device:
+    """What a device is.  Under TRITON_INTERPRET=1 none is a GPU."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return NO_GPU
+    found = torch.cuda.get_device_properties(device)
+    backend, arch = "cuda", 10 * found.major + found.minor
+    if torch.version.hip is not None:
+        backend, arch = "hip", found.gcnArchName.split(":")[0]
+    return Device(
+        backend,
+        arch,
+        found.multi_processor_count,
+        getattr(found, "shared_memory_per_multiprocessor", 1 << 16),
+        getattr(found, "shared_memory_per_block_optin", 0),
+        torch.cuda.current_device() if device.index is None else device.index,
+    )

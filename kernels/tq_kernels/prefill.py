@@ -19,14 +19,14 @@ attention goes on over the tokens that are still in the model's dtype: sinks, ta
 Log-sum-exps that kernels hand on are natural logarithms; inside a kernel scores have base 2.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .device import capability, is_nvidia, multiprocessors
+from .device import Device, describe
+from .launch import Launch, Program
 from .online_softmax import accumulate, begin_softmax, log_sum, with_extra_logit
 from .prefill_spaces import prefill_merge_kernel, prefill_query_kernel
 from .primitives import BLOCK_TOKENS, parts
@@ -53,37 +53,41 @@ MERGED = 4  # segments that are joined at a time
 UNPACK_WARPS = 4
 
 
-class Launch(NamedTuple):
-    """Launch parameters."""
+class Config(NamedTuple):
+    """Launch parameters of one kernel."""
 
     queries: int  # of a tile
     tokens: int  # of a tile; of packed ones a multiple of BLOCK_TOKENS; channels at a time for a rotation
     warps: int
     stages: int = 1
 
+    @property
+    def options(self) -> dict[str, int]:
+        return dict(num_warps=self.warps, num_stages=self.stages)
 
-class Launches(NamedTuple):
+
+class Configs(NamedTuple):
     """Launch parameters of one class of shapes."""
 
-    rotate: Launch  # `prefill_query_kernel`, `prefill_merge_kernel`
-    packed: Launch
-    exact: Launch
+    rotate: Config  # `prefill_query_kernel`, `prefill_merge_kernel`
+    packed: Config
+    exact: Config
 
 
 # By (float32, or no tensor cores that Triton would use; more than 128 channels; 200 KiB of shared memory, so Hopper and
 # data-centre Blackwell).  Measured, on an H200: the first row.
-LAUNCHES = {
-    (False, False, True): Launches(Launch(128, 64, 8), Launch(128, 128, 8, 3), Launch(128, 64, 8, 3)),
-    (False, False, False): Launches(Launch(64, 32, 4), Launch(64, 64, 4), Launch(64, 32, 4)),
-    (False, True, True): Launches(Launch(64, 32, 8), Launch(64, 64, 4, 2), Launch(64, 32, 4, 2)),
-    (False, True, False): Launches(Launch(32, 32, 4), Launch(64, 64, 4), Launch(64, 32, 4)),
-    (True, False, True): Launches(Launch(32, 32, 4), Launch(64, 64, 4, 2), Launch(64, 32, 4, 2)),
-    (True, False, False): Launches(Launch(32, 32, 4), Launch(16, 64, 4), Launch(32, 32, 4)),
-    (True, True, True): Launches(Launch(32, 32, 4), Launch(32, 64, 4), Launch(32, 32, 4)),
-    (True, True, False): Launches(Launch(32, 16, 4), Launch(16, 64, 4), Launch(32, 32, 4)),
+CONFIGS = {
+    (False, False, True): Configs(Config(128, 64, 8), Config(128, 128, 8, 3), Config(128, 64, 8, 3)),
+    (False, False, False): Configs(Config(64, 32, 4), Config(64, 64, 4), Config(64, 32, 4)),
+    (False, True, True): Configs(Config(64, 32, 8), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+    (False, True, False): Configs(Config(32, 32, 4), Config(64, 64, 4), Config(64, 32, 4)),
+    (True, False, True): Configs(Config(32, 32, 4), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+    (True, False, False): Configs(Config(32, 32, 4), Config(16, 64, 4), Config(32, 32, 4)),
+    (True, True, True): Configs(Config(32, 32, 4), Config(32, 64, 4), Config(32, 32, 4)),
+    (True, True, False): Configs(Config(32, 16, 4), Config(16, 64, 4), Config(32, 32, 4)),
 }
-FLOAT8_PACKED = Launch(128, 64, 4, 3)  # keys and values in float8: less is live than with codes, in the first row
-FEW_QUERIES_PACKED = Launch(64, 128, 4, 2)  # at most 64 queries, in the first row
+FLOAT8_PACKED = Config(128, 64, 4, 3)  # keys and values in float8: less is live than with codes, in the first row
+FEW_QUERIES_PACKED = Config(64, 128, 4, 2)  # at most 64 queries, in the first row
 
 
 @triton.jit
@@ -272,9 +276,10 @@ def _prefill_exact_kernel(
 # ---------------------------------------------------------------------------------------------------------- launching
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """What all launches of one `prefill` share."""
 
+    device: Device
     query: torch.Tensor
     key: States | None
     value: States | None
@@ -297,14 +302,14 @@ class _Problem(NamedTuple):
         return torch.float32 if self.query.dtype == torch.float32 else torch.float16
 
     @property
-    def launches(self) -> Launches:
-        wide, device = max(self.query.shape[3], self.values.shape[3]) > 128, self.query.device
-        return LAUNCHES[self.dtype == torch.float32 or capability(device) < (8, 0), wide, _is_roomy(device)]
+    def configs(self) -> Configs:
+        wide, roomy = max(self.query.shape[3], self.values.shape[3]) > 128, self.device.program_memory >= 200 << 10
+        return CONFIGS[self.dtype == torch.float32 or self.device.capability < (8, 0), wide, roomy]
 
     @property
     def precision(self) -> str:
         """How float32 products are made."""
-        return "tf32x3" if is_nvidia(self.query.device) and capability(self.query.device) >= (8, 0) else "ieee"
+        return "tf32x3" if self.device.is_nvidia and self.device.capability >= (8, 0) else "ieee"
 
     @property
     def past(self) -> tuple[tuple, tuple, tuple, dict]:
@@ -312,7 +317,7 @@ class _Problem(NamedTuple):
         sides = [(side.packed, *side.factors) for side in (self.key, self.value)]
         strides = tuple(tuple(x.stride()[:2] for x in side) for side in sides)
         constants = dict(DIM=self.query.shape[3], VALUE_DIM=self.values.shape[3], KEY=self.key.coding.code)
-        return *sides, strides, constants | dict(VALUE=self.value.coding.code, MODE=decoders(self.query.device))
+        return *sides, strides, constants | dict(VALUE=self.value.coding.code, MODE=decoders(self.device))
 
     @property
     def is_float8(self) -> bool:
@@ -324,12 +329,15 @@ class _Problem(NamedTuple):
         bits = self.key.coding.bits
         return width(self.query.shape[3], bits) * parts(bits)
 
-    def tiled_mask(self, launch: Launch, length: int, boundary: int, shift: int) -> tuple[tuple | None, tuple]:
+    def tiled_mask(self, config: Config, length: int, boundary: int, shift: int) -> tuple[tuple | None, tuple]:
         """(mask, its tiles) and the strides of both, for `length` tokens that stand where `classify` says."""
         if self.mask is None:
             return None, ()
-        tiles = classify(self.mask, length, boundary, shift, launch.queries, launch.tokens)
+        tiles = classify(self.mask, length, boundary, shift, config.queries, config.tokens, self.device)
         return (self.mask, tiles), (self.mask.stride(), tiles.stride()[:3])
+
+    def program(self, kernel: Any, config: Config, **constants: Any) -> Program:
+        return Program(kernel, self.device, constants, config.options)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.query.new_empty(*shape, dtype=dtype or self.dtype)
@@ -366,14 +374,22 @@ def prefill(
         mask = _expand(mask, query, packed_length + keys.shape[2])
     if segments and (mask is not None or softcap is not None):
         raise ValueError("expected no mask and no softcap with segments=True; give segments=None")
-    rows = query.shape[2]
-    problem = _Problem(query, key, value, keys, values, packed_length, sink_count, rows, scaling, softcap, mask)
-    if packed_length == 0:
+    rows, device = query.shape[2], describe(query.device)
+    problem = Problem(device, query, key, value, keys, values, packed_length, sink_count, rows, scaling, softcap, mask)
+    return attend(problem, s_aux, causal, segments)
+
+
+def attend(
+    problem: Problem, s_aux: torch.Tensor | None, causal: bool, segments: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prefill` of a problem."""
+    softcap = problem.softcap
+    if problem.packed == 0:
         return _attend_exact(problem, None, None, None, s_aux, causal)
     if segments is None:
-        segments = mask is None and softcap is None and _has_fast_segments(problem)
+        segments = problem.mask is None and softcap is None and _has_fast_segments(problem)
     if segments:
-        problem = problem._replace(rows=triton.cdiv(rows, QUERY_UNIT) * QUERY_UNIT)
+        problem = problem._replace(rows=triton.cdiv(problem.rows, QUERY_UNIT) * QUERY_UNIT)
     rotated, offset = _rotate_query(problem)
     spans = _attend_segments(problem, rotated) if segments else _attend_tiles(problem, rotated, offset)
     out, lse = _merge(problem, spans, last=True)
@@ -422,21 +438,13 @@ def _expand(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> torch.Tenso
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-@lru_cache
-def _is_roomy(device: torch.device) -> bool:
-    """Whether a program may use 200 KiB of shared memory."""
-    if device.type != "cuda":
-        return False
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 200 << 10
-
-
-def _has_fast_segments(problem: _Problem) -> bool:
+def _has_fast_segments(problem: Problem) -> bool:
     """Whether cuDNN's attention is there and worth it; below Hopper it was not measured."""
     query = problem.query
-    if not is_nvidia(query.device) or query.dtype == torch.float32 or problem.packed < SEGMENT_UNIT:
+    if not problem.device.is_nvidia or query.dtype == torch.float32 or problem.packed < SEGMENT_UNIT:
         return False
     enough = FLOAT8_SEGMENT_QUERIES if problem.is_float8 else SEGMENT_QUERIES
-    if capability(query.device) < (9, 0) or query.shape[2] < enough:
+    if problem.device.capability < (9, 0) or query.shape[2] < enough:
         return False
     like = query.new_empty(1, 1, QUERY_UNIT, problem.width, dtype=torch.float16)
     value = query.new_empty(1, 1, QUERY_UNIT, problem.values.shape[3], dtype=torch.float16)
@@ -444,60 +452,67 @@ def _has_fast_segments(problem: _Problem) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
-def _rotate_query(problem: _Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rotate_query(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The query as `_prefill_packed_kernel` takes it, and what the centre of the keys adds to its scores (base 2)."""
     query, key, rows = problem.query, problem.key, problem.rows
     batch, heads, count, dim = query.shape
     rotated = problem.empty(batch, heads, rows, problem.width)
     offset = None if key.center is None else problem.empty(batch, heads, rows, dtype=torch.float32)
-    launch = problem.launches.rotate
-    prefill_query_kernel[triton.cdiv(rows, launch.queries), heads, batch](
-        query, key.rotation, key.smooth, key.center, rotated, offset, count, rows, problem.scaling * LOG2E.value,
-        query.stride()[:3], DIM=dim, BITS=key.coding.bits, GROUP=problem.group, PRECISION=problem.precision,
-        M=launch.queries, K=launch.tokens, num_warps=launch.warps, num_stages=launch.stages,
+    config = problem.configs.rotate
+    program = problem.program(
+        prefill_query_kernel, config, DIM=dim, BITS=key.coding.bits, GROUP=problem.group, PRECISION=problem.precision,
+        M=config.queries, K=config.tokens,
     )  # fmt: skip
+    arguments = (
+        query, key.rotation, key.smooth, key.center, rotated, offset, count, rows, problem.scaling * LOG2E.value,
+        query.stride()[:3],
+    )  # fmt: skip
+    Launch(program, (triton.cdiv(rows, config.queries), heads, batch), arguments).run()
     return rotated, offset
 
 
-def _choose_packed(problem: _Problem) -> Launch:
-    launches = problem.launches
-    if launches is not LAUNCHES[False, False, True]:
-        return launches.packed
+def _choose_packed(problem: Problem) -> Config:
+    configs = problem.configs
+    if configs is not CONFIGS[False, False, True]:
+        return configs.packed
     if problem.query.shape[2] <= FEW_QUERIES_PACKED.queries:
         return FEW_QUERIES_PACKED
-    return FLOAT8_PACKED if problem.is_float8 else launches.packed
+    return FLOAT8_PACKED if problem.is_float8 else configs.packed
 
 
-def _attend_tiles(problem: _Problem, rotated, offset, first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _attend_tiles(problem: Problem, rotated, offset, first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs [B, H_q, rows, D_v] and log-sum-exps [B, H_q, rows] of some spans of the packed tokens from `first`.
 
     The log-sum-exps are without `offset`, but with a soft cap, which needs it inside.
     """
     batch, heads, rows, _ = rotated.shape
-    launch, count = _choose_packed(problem), problem.query.shape[2]
-    blocks = triton.cdiv(count, launch.queries)
-    splits = 1 if first else _choose_splits(blocks * heads * batch, problem.packed, rotated.device)
+    config, count = _choose_packed(problem), problem.query.shape[2]
+    blocks = triton.cdiv(count, config.queries)
+    splits = 1 if first else _choose_splits(blocks * heads * batch, problem.packed, problem.device)
     partial = problem.empty(splits, batch, heads, rows, problem.values.shape[3])
     partial_lse = problem.empty(splits, batch, heads, rows, dtype=torch.float32)
     key, value, strides, constants = problem.past
-    mask, mask_strides = problem.tiled_mask(launch, problem.packed, 0, problem.sinks)
-    _prefill_packed_kernel[blocks * splits, heads, batch](
-        rotated, None if problem.softcap is None else offset, key, value, mask, partial, partial_lse, count,
-        first // BLOCK_TOKENS.value, problem.packed, problem.sinks, rows, problem.softcap or 0.0,
-        (*strides, mask_strides), **constants, GROUP=problem.group,
-        SOFTCAP=problem.softcap is not None, PRECISION=problem.precision, M=launch.queries, N=launch.tokens,
-        num_warps=launch.warps, num_stages=launch.stages,
+    mask, mask_strides = problem.tiled_mask(config, problem.packed, 0, problem.sinks)
+    program = problem.program(
+        _prefill_packed_kernel, config, **constants, GROUP=problem.group, SOFTCAP=problem.softcap is not None,
+        PRECISION=problem.precision, M=config.queries, N=config.tokens,
     )  # fmt: skip
+    arguments = (
+        rotated, None if problem.softcap is None else offset, key, value, mask, partial, partial_lse, count,
+        first // BLOCK_TOKENS.value, problem.packed, problem.sinks, rows, float(problem.softcap or 0),
+        (*strides, mask_strides),
+    )  # fmt: skip
+    Launch(program, (blocks * splits, heads, batch), arguments).run()
     return list(zip(partial, partial_lse, strict=True))
 
 
-def _choose_splits(programs: int, tokens: int, device: torch.device) -> int:
+def _choose_splits(programs: int, tokens: int, device: Device) -> int:
     """1, 2, 4, 8 or 16 splits of at least 1,024 tokens, about enough that every multiprocessor has two programs."""
-    wanted = max(1, min(2 * multiprocessors(device) // programs, tokens // 1024, 16))
+    wanted = max(1, min(2 * device.multiprocessors // programs, tokens // 1024, 16))
     return 1 << (wanted.bit_length() - 1)
 
 
-def _attend_segments(problem: _Problem, rotated: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _attend_segments(problem: Problem, rotated: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As `_attend_tiles`; at most MERGED spans."""
     whole = problem.packed // SEGMENT_UNIT * SEGMENT_UNIT
     spans = [] if whole == problem.packed else _attend_tiles(problem, rotated, None, whole)
@@ -508,15 +523,15 @@ def _attend_segments(problem: _Problem, rotated: torch.Tensor) -> list[tuple[tor
     return spans
 
 
-def _unpack(problem: _Problem, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(problem: Problem, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of `count` tokens from `start`, times their scales, not rotated back."""
     batch, kv_heads = problem.keys.shape[:2]
     keys = problem.empty(batch, kv_heads, count, problem.width)
     values = problem.empty(batch, kv_heads, count, problem.values.shape[3])
     key, value, strides, constants = problem.past
-    unpack_kernel[count // BLOCK_TOKENS.value, kv_heads, batch](
-        key, value, keys, values, start // BLOCK_TOKENS.value, strides, **constants, num_warps=UNPACK_WARPS
-    )
+    arguments = (key, value, keys, values, start // BLOCK_TOKENS.value, strides)
+    grid = (count // BLOCK_TOKENS.value, kv_heads, batch)
+    Launch(Program(unpack_kernel, problem.device, constants, dict(num_warps=UNPACK_WARPS)), grid, arguments).run()
     return keys, values
 
 
@@ -527,7 +542,7 @@ def _cudnn_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     return out.contiguous(), lse.reshape(lse.shape[:3]).contiguous()
 
 
-def _merge(problem: _Problem, spans: list, last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge(problem: Problem, spans: list, last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Joins spans; the `last` time, undoes rotation and centre of the values, too."""
     value, (out, lse) = problem.value, spans[0]
     rotation, center = (value.rotation, value.center) if last else (None, None)
@@ -536,29 +551,34 @@ def _merge(problem: _Problem, spans: list, last: bool = False) -> tuple[torch.Te
     batch, heads, rows, dim = out.shape
     outs, lses = zip(*spans, strict=True)
     out, lse = torch.empty_like(out), torch.empty_like(lse)
-    launch = problem.launches.rotate
-    prefill_merge_kernel[triton.cdiv(rows, launch.queries), heads, batch](
-        outs, lses, rotation, center, out, lse, rows, DIM=dim, GROUP=problem.group, PRECISION=problem.precision,
-        M=launch.queries, K=launch.tokens, num_warps=launch.warps, num_stages=launch.stages,
+    config = problem.configs.rotate
+    program = problem.program(
+        prefill_merge_kernel, config, DIM=dim, GROUP=problem.group, PRECISION=problem.precision, M=config.queries,
+        K=config.tokens,
     )  # fmt: skip
+    arguments = outs, lses, rotation, center, out, lse, rows
+    Launch(program, (triton.cdiv(rows, config.queries), heads, batch), arguments).run()
     return out, lse
 
 
-def _attend_exact(problem: _Problem, partial, partial_lse, offset, s_aux, causal) -> tuple[torch.Tensor, torch.Tensor]:
-    query, keys, values, launch = problem.query, problem.keys, problem.values, problem.launches.exact
+def _attend_exact(problem: Problem, partial, partial_lse, offset, s_aux, causal) -> tuple[torch.Tensor, torch.Tensor]:
+    query, keys, values, config = problem.query, problem.keys, problem.values, problem.configs.exact
     batch, heads, count, dim = query.shape
     out = problem.empty(batch, heads, count, values.shape[3], dtype=query.dtype)
     lse = problem.empty(batch, heads, count, dtype=torch.float32)
     if s_aux is not None:
         s_aux = (s_aux[None, :, None] if s_aux.dim() == 1 else s_aux).expand(batch, heads, count)
-    mask, mask_strides = problem.tiled_mask(launch, keys.shape[2], problem.sinks, problem.packed)
+    mask, mask_strides = problem.tiled_mask(config, keys.shape[2], problem.sinks, problem.packed)
     strides = (*(x.stride()[:3] for x in (query, keys, values)), mask_strides)
     strides = (*strides, (0, 0, 0) if s_aux is None else s_aux.stride())
-    _prefill_exact_kernel[heads, batch, triton.cdiv(count, launch.queries)](
-        query, keys, values, partial, partial_lse, offset, mask, s_aux, out, lse, count, problem.packed, keys.shape[2],
-        problem.sinks, problem.rows, (problem.scaling * LOG2E.value, problem.softcap or 0.0), strides, DIM=dim,
-        VALUE_DIM=values.shape[3], GROUP=problem.group, CAUSAL=causal and mask is None,
-        SOFTCAP=problem.softcap is not None, PRECISION=problem.precision, M=launch.queries, N=launch.tokens,
-        num_warps=launch.warps, num_stages=launch.stages,
+    program = problem.program(
+        _prefill_exact_kernel, config, DIM=dim, VALUE_DIM=values.shape[3], GROUP=problem.group,
+        CAUSAL=causal and mask is None, SOFTCAP=problem.softcap is not None, PRECISION=problem.precision,
+        M=config.queries, N=config.tokens,
     )  # fmt: skip
+    arguments = (
+        query, keys, values, partial, partial_lse, offset, mask, s_aux, out, lse, count, problem.packed, keys.shape[2],
+        problem.sinks, problem.rows, (problem.scaling * LOG2E.value, float(problem.softcap or 0)), strides,
+    )  # fmt: skip
+    Launch(program, (heads, batch, triton.cdiv(count, config.queries)), arguments).run()
     return out, lse

@@ -1,15 +1,18 @@
 """Quantise on update: rotate, scale, code, pack and store keys and values, in one launch, in place."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .codes import float8_codes, float8_row, float8_words, gaussian_codes, uniform_codes
+from .device import NO_GPU, Device, describe
+from .launch import Launch, Program, Signature, signature
 from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane, store_value_words
 from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
-from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, States
+from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, Layout, States
 
 LOOP = 4  # blocks of a program, where there are enough of them
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -176,36 +179,74 @@ def quantize(
     rotated, elements beyond 2**50 are not cut off as the reference does, and those beyond 2**96 count as inf.  Raises
     ValueError, before anything is written, if shapes, dtypes or strides do not fit.
     """
-    pairs = [(s, x) for s, x in ((key, keys), (value, values)) if s is not None or x is not None]
-    for states, x in pairs:
-        _check(states, x, pairs[0][1], start)
-    if not pairs or pairs[0][1].shape[2] == 0:
-        return
-    batch, heads, tokens, _ = pairs[0][1].shape
-    blocks = triton.cdiv(start + tokens, BLOCK_TOKENS) - start // BLOCK_TOKENS
+    devices = [describe(x.device) for x in (keys, values) if x is not None]
+    launch = quantize_launch(key, value, keys, values, start, *devices[:1])
+    if launch is not None:
+        launch.run()
+
+
+def quantize_launch(
+    key: States | None, value: States | None, keys: torch.Tensor | None, values: torch.Tensor | None, start: int,
+    device: Device = NO_GPU,
+) -> Launch | None:  # fmt: skip
+    """The launch of `quantize`, None if there is nothing to store."""
+    given = keys if keys is not None else values
+    tokens = 0 if given is None else given.shape[2]
+    blocks = -(-(start + tokens) // BLOCK_TOKENS) - start // BLOCK_TOKENS
+    pairs = (key, keys), (value, values)
+    layouts, signatures = [s and s.layout for s, _ in pairs], [None if x is None else signature(x) for _, x in pairs]
+    plan = _plan(device, *layouts, *signatures, blocks)
+    if start < 0:
+        raise ValueError(f"expected start >= 0, got {start}")
+    for layout in layouts:
+        if layout is not None and start + tokens > layout.blocks * BLOCK_TOKENS:
+            layout.check(start + tokens)
+    if not tokens:
+        return None
+    return Launch(
+        plan.program, plan.grid, (*map(_tensors, *zip(*pairs, strict=True)), *plan.strides, start, start + tokens)
+    )
+
+
+class _Plan(NamedTuple):
+    """What is worked out once for layouts and signatures."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=256)
+def _plan(device, key, value, keys, values, blocks) -> _Plan:
+    """For tokens of so many `blocks`; raises ValueError unless keys and values fit each other and the packed states."""
+    pairs = [(layout, x) for layout, x in ((key, keys), (value, values)) if layout is not None or x is not None]
+    for layout, x in pairs:
+        _check(layout, x, pairs[0][1])
+    if not pairs:
+        return _Plan(Program(_quantize_kernel, device, {}, {}), (0, 0, 0), ((), ()))
+    batch, heads, _, _ = pairs[0][1].shape
     loop = LOOP if blocks * heads * batch >= 512 else 1
-    constants, options = choose(key, value, pairs[0][1].dtype, *target(pairs[0][1].device))
-    _quantize_kernel[(triton.cdiv(blocks, loop), heads, 2 * batch)](
-        _tensors(key, keys), _tensors(value, values), strides_of(key, keys), strides_of(value, values),
-        start, start + tokens, LOOP=loop, **constants, **options,
-    )  # fmt: skip
+    constants, options = choose(key, value, pairs[0][1].dtype, device)
+    strides = tuple(
+        () if x is None else (*x.strides[:3], *layout.steps) for layout, x in ((key, keys), (value, values))
+    )
+    program = Program(_quantize_kernel, device, constants | dict(LOOP=loop), options)
+    return _Plan(program, (-(-blocks // loop), heads, 2 * batch), strides)
 
 
-def choose(
-    key: States | None, value: States | None, dtype: torch.dtype, backend: str, arch: int | str
-) -> tuple[dict, dict]:
+def choose(key: Layout | None, value: Layout | None, dtype: torch.dtype, device: Device) -> tuple[dict, dict]:
     """Constants but LOOP, and launch options, of the kernel."""
-    cuda = backend == "cuda"
-    tensor_cores = cuda and int(arch) >= 80 or backend == "hip"
+    cuda = device.is_nvidia
+    tensor_cores = cuda and device.capability >= (8, 0) or device.backend == "hip"
     exact = dtype != torch.float32 and tensor_cores  # 16-bit x is multiplied as it is
-    terms = [_terms(states) if exact else 1 for states in (key, value)]
-    width = max(states.head_dim for states in (key, value) if states is not None)
+    terms = [_terms(layout) if exact else 1 for layout in (key, value)]
+    width = max(layout.head_dim for layout in (key, value) if layout is not None)
     constants = dict(
         KEY=None if key is None else tuple(key.coding), VALUE=None if value is None else tuple(value.coding),
         KEY_DIM=0 if key is None else key.head_dim, VALUE_DIM=0 if value is None else value.head_dim,
         DTYPE=DTYPES[dtype] if exact else tl.float32, KEY_TERMS=terms[0], VALUE_TERMS=terms[1],
-        PRECISION="tf32x3" if cuda and tensor_cores and not exact else "ieee",
-        PTX=cuda, NATIVE=cuda and int(arch) >= 90, STAGES=1 if not exact else 2 if 2 in terms else 3,
+        PRECISION="tf32x3" if cuda and tensor_cores and not exact else "ieee", PTX=cuda,
+        NATIVE=cuda and device.capability >= (9, 0), STAGES=1 if not exact else 2 if 2 in terms else 3,
     )  # fmt: skip
     options: dict[str, int] = {"num_warps": 4 if width <= 128 else 8 if width <= 256 else 16}
     if cuda and exact and width <= 128:
@@ -213,43 +254,29 @@ def choose(
     return constants, options
 
 
-def _terms(states: States | None) -> int:
+def _terms(layout: Layout | None) -> int:
     """How many 16-bit numbers add up to an element of M: +-1 is one, others need two."""
-    if states is None or states.rotation is None:
+    if layout is None or not layout.coding.rotated:
         return 1
-    return 1 if states.smooth is None and states.head_dim & (states.head_dim - 1) == 0 else 2
+    return 1 if not layout.smoothed and layout.head_dim & (layout.head_dim - 1) == 0 else 2
 
 
 def _tensors(states: States | None, x: torch.Tensor | None) -> tuple:
     return () if states is None else (x, *states[:7])
 
 
-def strides_of(states: States | None, x: torch.Tensor | None) -> tuple[int, ...]:
-    if states is None or x is None:
-        return ()
-    factors = [(0, 0) if factor is None else factor.stride()[:2] for factor in (states.scale, states.zero)]
-    return (*x.stride()[:3], *states.packed.stride()[:2], *factors[0], *factors[1])
+def _strides(layout: Layout | None, x: Signature | None) -> tuple[int, ...]:
+    return () if layout is None or x is None else (*x.strides[:3], *layout.steps)
 
 
-def _check(states: States | None, x: torch.Tensor | None, first: torch.Tensor | None, start: int) -> None:
-    """Raise ValueError unless x goes with the `first` one and fits into tokens start .. of the packed states."""
-    if states is None or x is None or first is None or first.dim() != 4:
+def _check(layout: Layout | None, x: Signature | None, first: Signature | None) -> None:
+    """Raise ValueError unless x goes with the `first` one and with the packed states."""
+    if layout is None or x is None or first is None or len(first.shape) != 4:
         raise ValueError("expected keys [B, H_kv, T, D] with key, and values with value, got one without the other")
-    wanted = (*states.packed.shape[:2], first.shape[2], states.head_dim)
-    if tuple(x.shape) != wanted or x.stride(3) != 1 or x.dtype != first.dtype or x.dtype not in DTYPES:
+    wanted = (*layout.shape[:2], first.shape[2], layout.head_dim)
+    if tuple(x.shape) != wanted or x.strides[3] != 1 or x.dtype != first.dtype or x.dtype not in DTYPES:
         raise ValueError(
             f"expected {list(wanted)} in {first.dtype}, one of {list(map(str, DTYPES))}, with stride 1 in the last "
-            f"dimension, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+            f"dimension, got {x.dtype} {list(x.shape)} with strides {x.strides}"
         )
-    if start < 0:
-        raise ValueError(f"expected start >= 0, got {start}")
-    states.check(start + x.shape[2])
-
-
-@lru_cache
-def target(device: torch.device) -> tuple[str, int | str]:
-    """Triton's backend and architecture for `device`: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
-    if triton.knobs.runtime.interpret:
-        return "interpreter", 0
-    found = triton.runtime.driver.active.get_current_target()
-    return found.backend, found.arch
+    layout.check(0)

@@ -116,6 +116,15 @@ class Layout:
         return self.shape[2]
 
     @property
+    def smoothed(self) -> bool:
+        return self.strides[4] is not None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of sequences and KV heads: of packed bytes, scales and zeros, (0, 0) where there are none."""
+        return tuple(step for x in self.strides[:3] for step in ((0, 0) if x is None else x[:2]))
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Strides of sequences and KV heads, of packed bytes and of the first of `States.factors`."""
         packed, scale, head_scale = self.strides[0], self.strides[1], self.strides[5]
@@ -145,17 +154,27 @@ class Layout:
         for name, needed in wanted.items():
             if needed != (held[name] is not None):
                 raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {rule}, got the opposite")
+        self._check_factors(held["scale"], held["zero"])
+
+    def _check_factors(self, scale: tuple[int, ...] | None, zero: tuple[int, ...] | None) -> None:
+        """Kernels step through scales and zeros alike."""
+        for factor in (scale, zero):
+            if factor is not None and factor[2:] != (1,):
+                raise ValueError(f"expected scale and zero contiguous in the last dimension, got strides {factor}")
+        if scale is None or zero is None:
+            return
+        if any(size > 1 and a != b for size, a, b in zip(self.shape, scale[:2], zero[:2], strict=False)):
+            raise ValueError(f"expected a zero with the strides of its scale, {scale}, got {zero}; copy it into such")
 
 
-_layout = lru_cache(maxsize=1024)(Layout)
+_layout = lru_cache(maxsize=256)(Layout)
 
 
 @lru_cache(maxsize=64)
-def no_states(batch: int, kv_heads: int, head_dim: int, device: torch.device) -> States:
-    """States without a token."""
-    packed = torch.empty(batch, kv_heads, 0, 64 * head_dim, dtype=torch.uint8, device=device)
-    scale = torch.ones(batch, kv_heads, 1, 1, device=device)
-    return States(packed, None, None, None, None, scale, None, Coding(8, PER_HEAD))
+def no_layout(batch: int, kv_heads: int, head_dim: int) -> Layout:
+    """The layout of states without a token."""
+    size, one, none = 64 * head_dim, (kv_heads, 1, 1, 1), (None,) * 4
+    return Layout((batch, kv_heads, 0, size), ((0, 0, size, 1), *none, one, None), (None,) * 7, Coding(8, PER_HEAD))
 
 
 @lru_cache

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import Device
+from .launch import Launch, Program
 from .scores import LOG2E
 
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -75,7 +77,7 @@ def mask_of(mask, strides, batch, head, tile):
 
 
 def classify(
-    mask: torch.Tensor, length: int, boundary: int, shift: int, queries: int, tokens: int
+    mask: torch.Tensor, length: int, boundary: int, shift: int, queries: int, tokens: int, device: Device
 ) -> torch.Tensor:  # fmt: skip
     """What each tile of `queries` by `tokens` of `length` tokens is: nothing seen, some, or all and nothing added.
 
@@ -87,7 +89,7 @@ def classify(
     rows, columns = triton.cdiv(mask.shape[2], queries), triton.cdiv(length, tokens)
     tiles = torch.empty(batch, heads, rows, columns, dtype=torch.uint8, device=mask.device)
     if tiles.numel():
-        _mask_tiles_kernel[rows * columns, heads, batch](
-            mask, tiles, mask.shape[2], length, boundary, shift, mask.stride(), M=queries, N=tokens, num_warps=4
-        )
+        program = Program(_mask_tiles_kernel, device, dict(M=queries, N=tokens), dict(num_warps=4))
+        arguments = (mask, tiles, mask.shape[2], length, boundary, shift, mask.stride())
+        Launch(program, (rows * columns, heads, batch), arguments).run()
     return tiles.expand(mask.shape[0], mask.shape[1], -1, -1)

@@ -9,17 +9,16 @@ the order of `tile_order`.  Numbers are float16, in which every code is exact, b
     MODE   (PTX decoders, native e4m3), `decoders` of the device
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .device import capability, is_nvidia
+from .device import Device
 from .primitives import BLOCK_TOKENS, is_e5m2, parts, plain_three_bits, three_bit_selectors
 
 
-def decoders(device: torch.device) -> tuple[bool, bool]:
+def decoders(device: Device) -> tuple[bool, bool]:
     """MODE: whether codes are decoded by PTX, and whether the device converts e4m3 itself."""
-    return is_nvidia(device), is_nvidia(device) and capability(device) >= (8, 9)
+    return device.is_nvidia, device.is_nvidia and device.capability >= (8, 9)
 
 
 # --- Decoders.

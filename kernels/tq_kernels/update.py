@@ -4,13 +4,17 @@ The layer is drawn in `tq_cache/static_parts.py`: packed blocks, and a ring of t
 block more than `residual_length`, so that the block that is packed and the token that comes never share a slot.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import aligned, launch
+from .device import Device, describe
+from .launch import Launch, Program, aligned, signature
 from .primitives import BLOCK_TOKENS
-from .quantize import choose, quantize_blocks, strides_of, target
+from .quantize import choose, quantize_blocks
 from .states import States
 
 
@@ -83,21 +87,48 @@ def update(
 
     Writes nothing if there are `max_length` tokens.  Raises ValueError if shapes or dtypes do not fit.
     """
-    for x, states, held in ((keys, key, ring[0]), (values, value, ring[1])):
-        wanted = (*states.packed.shape[:2], 1, states.head_dim)
-        if tuple(x.shape) != wanted or x.dtype != held.dtype or x.stride(3) != 1:
+    update_launch(keys, values, key, value, ring, total, residual_length, max_length, describe(keys.device)).run()
+
+
+def update_launch(
+    keys, values, key: States, value: States, ring, total, residual_length: int, max_length: int, device: Device
+) -> Launch:
+    """The launch of `update`."""
+    plan = _plan(
+        device, *map(signature, (keys, values, *ring)), key.layout, value.layout, residual_length, max_length,
+        aligned(total),
+    )  # fmt: skip
+    sides = (ring[0], *key[:7]), (ring[1], *value[:7])
+    return Launch(plan.program, plan.grid, (keys, values, *sides, *plan.strides, total, plan.sizes))
+
+
+class _Plan(NamedTuple):
+    """What is worked out once for signatures and layouts."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    strides: tuple[tuple, ...]  # of the new token, of keys, of values
+    sizes: tuple[int, int, int]
+
+
+@lru_cache(maxsize=256)
+def _plan(device, keys, values, ring_keys, ring_values, key, value, residual_length, max_length, present) -> _Plan:
+    """Raises ValueError as `update` does; present: whether `total` is aligned."""
+    for x, layout, held in ((keys, key, ring_keys), (values, value, ring_values)):
+        wanted = (*layout.shape[:2], 1, layout.head_dim)
+        if tuple(x.shape) != wanted or x.dtype != held.dtype or x.strides[3] != 1:
             raise ValueError(
                 f"expected {list(wanted)} in {held.dtype} with stride 1 in the last dimension, "
-                f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+                f"got {x.dtype} {list(x.shape)} with strides {x.strides}"
             )
-    constants, options = choose(key, value, keys.dtype, *target(keys.device))
+        layout.check(0)
+    constants, options = choose(key, value, keys.dtype, device)
     constants.pop("STAGES")
-    sizes = (residual_length, max_length, ring[0].shape[2])
-    strides = ((keys.stride()[:2], values.stride()[:2]), strides_of(key, ring[0]), strides_of(value, ring[1]))
-    sides = (ring[0], *key[:7]), (ring[1], *value[:7])
-    arguments = (keys, values, *sides, *strides, total, sizes)
-    present = aligned(keys, values, *key[:7], *value[:7])
-    formats = (key.coding, key.head_dim, value.coding, value.head_dim)
-    place = (keys.device, keys.dtype, formats, sizes, strides, present)
+    strides = (
+        (keys.strides[:2], values.strides[:2]),
+        (*ring_keys.strides[:3], *key.steps),
+        (*ring_values.strides[:3], *value.steps),
+    )
+    sizes = (residual_length, max_length, ring_keys.shape[2])
     grid = (2, keys.shape[1], 2 * keys.shape[0])
-    launch(_update_kernel, place, grid, arguments, constants, **options)
+    return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)
