@@ -9,7 +9,7 @@ Microseconds in a CUDA graph, 32 query and 8 KV heads of 128 channels: growing, 
 import torch
 from decode import make_states
 from measure import microseconds
-from tq_kernels.decode import decode
+from tq_kernels.decode.plan import decode
 
 from tq_cache.backends.triton import states_of
 from tq_cache.formats.presets import PRESETS

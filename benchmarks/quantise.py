@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from measure import copy_gb_s, machine, microseconds, write
-from tq_kernels.append import append
-from tq_kernels.quantize import quantize
+from tq_kernels.store.append import append
+from tq_kernels.store.quantize import quantize
 
 from tq_cache.backends.triton import states_of
 from tq_cache.formats.presets import PRESETS

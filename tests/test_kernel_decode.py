@@ -117,7 +117,7 @@ FAST = ("e5m2", "nc4/uniform4", "tq3/uniform3", "tq2/tq2", "fp8_e4m3/tq3", "padd
 
 def run_kernel(case, view, query, mask, options, **choices):
     """`decode` on a view, as the sheet of operations calls it, with other choices."""
-    from tq_kernels.decode import decode
+    from tq_kernels.decode.plan import decode
 
     from tq_cache.backends.triton import states_of
 
@@ -147,7 +147,7 @@ def expect(case, view, query, mask, options, roundings):
 
 def compare(case, compute):
     """Shares of the error budgets that the kernels take when they compute in so and so, from float32."""
-    from tq_kernels.decode import Path
+    from tq_kernels.decode.plan import Path
 
     view, query = case.view(), case.query()
     mask, options = case.make_mask(view.length), case.make_options()
@@ -276,7 +276,7 @@ def compile_all(target, *dtypes):
 def problems(target, dtype, key, value):
     """Decode problems that switch on everything between them: growing, preallocated (with a rotation by a matrix, if
     there is one), and nothing packed."""
-    from tq_kernels.decode import Problem
+    from tq_kernels.decode.plan import Problem
 
     def empty(*shape, dtype=DTYPES[dtype]):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -305,7 +305,7 @@ def problems(target, dtype, key, value):
 def _compile(target, dtype, key, value):
     """Of every kernel that `problems` launch: name, warps, limit of registers; and whether packed tokens go through the
     fp8 tensor cores."""
-    from tq_kernels.decode import prepare
+    from tq_kernels.decode.plan import prepare
 
     compiled, fp8 = [], False
     for problem in problems(target, dtype, key, value):
@@ -363,7 +363,7 @@ def test_compiles_for_every_dtype_and_format(target):
 
 def test_the_path_is_that_of_the_architecture_table():
     pytest.importorskip("triton")
-    from tq_kernels.decode import choose_path
+    from tq_kernels.decode.plan import choose_path
 
     from tq_cache.backends.hardware import ARCHITECTURES, FP8_DOT
 

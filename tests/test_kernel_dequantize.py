@@ -61,7 +61,7 @@ CASES = {f"{role} {name}": Case(role, name) for role, name in ALL} | {
 
 
 def run_kernel(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
-    from tq_kernels.dequantize import dequantize
+    from tq_kernels.store.dequantize import dequantize
 
     from tq_cache.backends.triton import states_of
 
@@ -104,7 +104,7 @@ def compile_all(target: str, full: str) -> None:
 
 
 def _compile(target, role, fmt, dtype, dim):
-    from tq_kernels.dequantize import dequantize_launch
+    from tq_kernels.store.dequantize import dequantize_launch
 
     states = empty_states(role, fmt, dim)
     launch, _ = dequantize_launch(states, 200, DTYPES[dtype], role == "value", device_of(target))

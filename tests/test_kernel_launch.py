@@ -89,7 +89,7 @@ def packed(preset: str, tokens: int):
 
 
 def test_masked_steps_of_a_growing_cache_keep_nothing(looked_up):
-    from tq_kernels.decode import decode
+    from tq_kernels.decode.plan import decode
 
     states, tail = packed("4bit_nc", 4096), torch.empty(2, 2, 192, 64, device="meta")
     query = torch.empty(2, 8, 1, 64, device="meta")
@@ -106,7 +106,7 @@ def test_masked_steps_of_a_growing_cache_keep_nothing(looked_up):
 
 
 def test_prompts_of_every_length_keep_nothing(looked_up):
-    from tq_kernels.append import append
+    from tq_kernels.store.append import append
 
     buffers = [torch.empty(2, 2, 4096, 64, device="meta") for _ in range(2)]
     memory = torch.empty(2, 2, 4096, 64, device="meta")
@@ -123,7 +123,7 @@ def test_prompts_of_every_length_keep_nothing(looked_up):
 
 def test_decode_launches_what_was_prepared_for_the_device(looked_up, monkeypatch):
     """The limit of registers, and the warps of exact tokens, are those of `tuning`."""
-    from tq_kernels import decode
+    from tq_kernels.decode import plan as decode
 
     monkeypatch.setattr(decode, "describe", lambda device: device_of("sm_90"))
     states, tail = packed("4bit_nc", 4096), torch.empty(2, 2, 64, 64, dtype=torch.bfloat16, device="meta")
@@ -136,7 +136,7 @@ def test_decode_launches_what_was_prepared_for_the_device(looked_up, monkeypatch
 
 def test_a_step_more_needs_no_other_kernel(looked_up):
     """While the tail fills, and with every layer, nothing compiles anew."""
-    from tq_kernels.decode import decode
+    from tq_kernels.decode.plan import decode
 
     layers = [packed("tq4", tokens) for tokens in (192, 192, 256)]
     tail = torch.randn(2, 2, 2, 128, 64, dtype=torch.bfloat16)
@@ -177,7 +177,7 @@ def test_kinds_are_those_of_triton(target, specialised):
 
 
 def test_caches_keep_no_tensors(looked_up):
-    from tq_kernels.decode import decode
+    from tq_kernels.decode.plan import decode
 
     before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
     states, tail = packed("tq3", 256), torch.empty(2, 2, 64, 64)
@@ -192,7 +192,7 @@ def test_caches_keep_no_tensors(looked_up):
 @pytest.mark.parametrize("change", ["heads", "tokens"])
 def test_a_zero_that_lies_otherwise_than_its_scale_is_refused(change):
     """Decode steps through both with the strides of the scale."""
-    from tq_kernels.decode import decode
+    from tq_kernels.decode.plan import decode
 
     key, value = packed("4bit_nc", 256)
     other = torch.empty(2, 2, 320, dtype=torch.float16)[:, :, :256]

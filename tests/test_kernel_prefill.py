@@ -117,7 +117,7 @@ FAST = ("everything", "float8", "segments", "padding", "nothing packed")
 
 def run_kernel(case: Case, query: torch.Tensor, view: KVView, *, mask, softcap, sink_logits, is_causal):
     """`prefill` on a view, as the sheet of operations calls it."""
-    from tq_kernels.prefill import prefill
+    from tq_kernels.prefill.problem import prefill
 
     from tq_cache.backends.triton import states_of
 
@@ -151,7 +151,7 @@ def expect(query: torch.Tensor, view: KVView, *, mask, softcap, sink_logits, is_
 
 def interpret(*names: str) -> None:
     """Prints the shares of the error budgets that the kernels take, in float32."""
-    from tq_kernels import prefill
+    from tq_kernels.prefill import problem as prefill
 
     torch.set_num_threads(1)
     prefill.SEGMENT, prefill.SEGMENT_UNIT, prefill.QUERY_UNIT = 128, 64, 16
@@ -216,7 +216,7 @@ def _compile(target, preset, dtype, mask=False, softcap=None, s_aux=False, segme
 
     What a target can convert and multiply does not depend on the size of heads, and what compiling takes does.
     """
-    from tq_kernels import prefill
+    from tq_kernels.prefill import problem as prefill
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")

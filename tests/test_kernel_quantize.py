@@ -101,7 +101,7 @@ def run(pairs: list, calls: list[tuple[int, int]], store_all) -> None:
 
 
 def store_kernel(pairs: list, start: int) -> None:
-    from tq_kernels.quantize import quantize
+    from tq_kernels.store.quantize import quantize
 
     from tq_cache.backends.triton import states_of
 
@@ -166,7 +166,7 @@ def check(result: dict[str, list[float]], *, few: bool) -> None:
 
 def append_case(device: str = "cpu") -> bool:
     """Whether `append` puts strided keys and values of two widths where they belong and nothing elsewhere."""
-    from tq_kernels.append import append
+    from tq_kernels.store.append import append
 
     keys = torch.randn(2, 5, 3, 80, device=device).transpose(1, 2)
     values = torch.randn(2, 3, 5, 64, device=device)
@@ -190,7 +190,7 @@ REPRESENTATIVE = {"sm_90": ("tq4", "bf16")}
 
 
 def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
-    from tq_kernels.quantize import quantize_launch
+    from tq_kernels.store.quantize import quantize_launch
 
     chosen, states = Case(preset).chosen, []
     batch, tokens = (8, 2048) if dim != 128 else (2, 64)  # several blocks a program, or one
@@ -204,7 +204,7 @@ def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
 
 
 def compile_append(target: str, dtype: str) -> None:
-    from tq_kernels.append import append_launch
+    from tq_kernels.store.append import append_launch
 
     for tokens in (1, 40):
         shapes = [(2, 2, n, dim) for n in (tokens, 64) for dim in (128, 64)]

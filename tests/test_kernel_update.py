@@ -56,7 +56,7 @@ def test_interpreted_equals_reference():
 
 
 def compile_all(target, *presets):
-    from tq_kernels.update import update_launch
+    from tq_kernels.store.update import update_launch
 
     for dtype in DTYPES:
         for name in presets:

@@ -5,13 +5,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tq_kernels.append import append as append_tokens
-from tq_kernels.decode import MAX_QUERIES, decode
-from tq_kernels.dequantize import dequantize as dequantize_states
-from tq_kernels.prefill import prefill
-from tq_kernels.quantize import quantize
+from tq_kernels.decode.plan import MAX_QUERIES, decode
+from tq_kernels.prefill.problem import prefill
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
-from tq_kernels.update import update
+from tq_kernels.store.append import append as append_tokens
+from tq_kernels.store.dequantize import dequantize as dequantize_states
+from tq_kernels.store.quantize import quantize
+from tq_kernels.store.update import update
 
 from ..formats.presets import Format
 from ..formats.rotation import rotation_matrix

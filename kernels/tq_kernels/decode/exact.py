@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .decode_query import column_places, fine_dot, program_place, split_places
-from .scores import NO_MASK, apply_mask, lengths_now, load_mask, soft_cap
+from ..attention.scores import NO_MASK, apply_mask, lengths_now, load_mask, soft_cap
+from .query import column_places, fine_dot, program_place, split_places
 
 EXACT_TILE = tl.constexpr(64)  # exact tokens of a split at least
 

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import Device, describe
-from .launch import Launch, Program
-from .primitives import BLOCK_TOKENS
-from .states import States
-from .unpack import channels, decoders, key_channels, load_keys, load_values, tile_order
+from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..bits.to_float16 import channels, decoders, key_channels, load_keys, load_values, tile_order
+from ..device import Device, describe
+from ..launch import Launch, Program
+from ..states import States
 
 MAX_HEAD_DIM = 256  # wider rotations do not fit shared memory
 PROGRAMS, MOST_BLOCKS = 480, 16  # of a rotated format: each program reads the rotation, so fewer do more [H200]

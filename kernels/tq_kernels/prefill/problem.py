@@ -25,15 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import Device, describe
-from .launch import Launch, Program
-from .online_softmax import accumulate, begin_softmax, log_sum, with_extra_logit
-from .prefill_spaces import prefill_merge_kernel, prefill_query_kernel
-from .primitives import BLOCK_TOKENS, parts
-from .scores import LOG2E, soft_cap
-from .states import States
-from .tiled_mask import add_mask, classify, mask_of, visible_span
-from .unpack import (
+from ..attention.masks import add_mask, classify, mask_of, visible_span
+from ..attention.scores import LOG2E, soft_cap
+from ..attention.softmax import accumulate, begin_softmax, log_sum, with_extra_logit
+from ..bits.to_e4m3 import BLOCK_TOKENS, parts
+from ..bits.to_float16 import (
     channels,
     decoders,
     load_scaled_keys,
@@ -44,6 +40,10 @@ from .unpack import (
     unpack_kernel,
     width,
 )
+from ..device import Device, describe
+from ..launch import Launch, Program
+from ..states import States
+from .spaces import prefill_merge_kernel, prefill_query_kernel
 
 MAX_HEAD_DIM = 256
 SEGMENT = 8192  # tokens; with twice as many the 2,048 queries of benchmarks/prefill.py take 1 % less [H200]

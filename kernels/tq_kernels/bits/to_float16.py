@@ -12,8 +12,8 @@ the order of `tile_order`.  Numbers are float16, in which every code is exact, b
 import triton
 import triton.language as tl
 
-from .device import Device
-from .primitives import BLOCK_TOKENS, is_e5m2, parts, plain_three_bits, three_bit_selectors
+from ..device import Device
+from .to_e4m3 import BLOCK_TOKENS, is_e5m2, parts, plain_three_bits, three_bit_selectors
 
 
 def decoders(device: Device) -> tuple[bool, bool]:

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import Device, describe
-from .launch import Launch, Program, aligned, signature
-from .primitives import BLOCK_TOKENS
+from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..device import Device, describe
+from ..launch import Launch, Program, aligned, signature
+from ..states import States
 from .quantize import choose, quantize_blocks
-from .states import States
 
 
 @triton.jit

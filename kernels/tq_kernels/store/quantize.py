@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import NO_GPU, Device, describe
+from ..launch import Launch, Program, Signature, signature
+from ..states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, Layout, States
 from .codes import float8_codes, float8_row, float8_words, gaussian_codes, uniform_codes
-from .device import NO_GPU, Device, describe
-from .launch import Launch, Program, Signature, signature
 from .pack import column_channel, parts, row_place, store_key_plane, store_value_plane, store_value_words
 from .rotate import load_rows, matrix_terms, rotate_halves, rotate_whole, rotated_center
-from .states import BLOCK_TOKENS, MIN_MAX, PER_HEAD, Layout, States
 
 LOOP = 4  # blocks of a program, where there are enough of them
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

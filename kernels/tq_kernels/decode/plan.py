@@ -15,16 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode_exact import EXACT_TILE, attend_exact, decode_exact_kernel
-from .decode_merge import merge_launch, merge_program
-from .decode_packed import attend_packed
-from .decode_query import by_matrix, rotate_query_kernel
-from .device import Device, describe
-from .launch import Launch, Program, aligned, signature
-from .primitives import BLOCK_TOKENS
-from .scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
-from .states import States, no_layout
-from .tuning import EXACT_BESIDE, choose, choose_splits, exact_steps, exact_warps
+from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
+from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..device import Device, describe
+from ..launch import Launch, Program, aligned, signature
+from ..states import States, no_layout
+from ..tuning import EXACT_BESIDE, choose, choose_splits, exact_steps, exact_warps
+from .exact import EXACT_TILE, attend_exact, decode_exact_kernel
+from .merge import merge_launch, merge_program
+from .packed import attend_packed
+from .query import by_matrix, rotate_query_kernel
 
 MAX_QUERIES = 16
 _LOG2E = LOG2E.value

@@ -11,8 +11,8 @@ the fp8 tensor cores in the order in which they lie.  A tile of tokens is one bl
 import triton
 import triton.language as tl
 
-from .decode_query import column_places, make_operand, program_place, split_places
-from .primitives import (
+from ..attention.scores import apply_mask, lengths_now, load_mask, soft_cap
+from ..bits.to_e4m3 import (
     BLOCK_TOKENS,
     decode_rows,
     exp2,
@@ -31,7 +31,7 @@ from .primitives import (
     to_tokens,
     unit,
 )
-from .scores import apply_mask, lengths_now, load_mask, soft_cap
+from .query import column_places, make_operand, program_place, split_places
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import Device
-from .launch import Launch, Program
+from ..device import Device
+from ..launch import Launch, Program
 from .scores import LOG2E
 
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

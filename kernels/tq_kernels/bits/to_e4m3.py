@@ -9,7 +9,7 @@ codes, and plain Triton, for the interpreter and for AMD.  `TABLE` is the eight 
 import triton
 import triton.language as tl
 
-from . import states
+from .. import states
 
 BLOCK_TOKENS = tl.constexpr(states.BLOCK_TOKENS)
 

@@ -8,8 +8,8 @@ in neighbouring lanes.
 import triton
 import triton.language as tl
 
-from .primitives import parts
-from .states import BLOCK_TOKENS
+from ..bits.to_e4m3 import parts
+from ..states import BLOCK_TOKENS
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
 

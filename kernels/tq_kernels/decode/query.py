@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .hadamard import hadamard, is_power_of_two, log2
-from .primitives import part_width, parts, spread_terms
+from ..bits.hadamard import hadamard, is_power_of_two, log2
+from ..bits.to_e4m3 import part_width, parts, spread_terms
 
 
 @triton.constexpr_function

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .hadamard import hadamard, is_power_of_two, log2
-from .launch import Launch, Program
-from .scores import LOG2E
+from ..attention.scores import LOG2E
+from ..bits.hadamard import hadamard, is_power_of_two, log2
+from ..launch import Launch, Program
 
 
 @triton.jit(do_not_specialize=["splits", "all_splits"])

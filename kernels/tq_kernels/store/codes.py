@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from ..states import NORM, UNBIASED
 from .rotate import matrix_unit
-from .states import NORM, UNBIASED
 
 _NORM, _UNBIASED = tl.constexpr(NORM), tl.constexpr(UNBIASED)
 LARGEST = tl.constexpr(2.0**50)  # larger elements count as this large

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import Device, describe
-from .launch import Launch, Program, signature
+from ..device import Device, describe
+from ..launch import Launch, Program, signature
 
 ELEMENTS = 2048  # of a tile
 

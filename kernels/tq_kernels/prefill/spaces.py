@@ -7,9 +7,9 @@ back.  A rotation is read some rows at a time, so that it needs little shared me
 import triton
 import triton.language as tl
 
-from .primitives import parts
-from .scores import LOG2E
-from .unpack import channels, key_channels, width
+from ..attention.scores import LOG2E
+from ..bits.to_e4m3 import parts
+from ..bits.to_float16 import channels, key_channels, width
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""What decode and prefill share of attention: scores, masks, softmax."""
