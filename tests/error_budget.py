@@ -49,16 +49,16 @@ class Roundings:
         return cls(unit, unit, unit, torch.finfo(dtype).eps / 2)
 
     @classmethod
-    def of_kernels(cls, dtype: torch.dtype) -> "Roundings":
-        """Of float32, or of 16-bit queries on any GPU: operands of their type, or in two e4m3 terms.
+    def of_kernels(cls, dtype: torch.dtype, *, float8: bool = False) -> "Roundings":
+        """Of float32, or of 16-bit queries: operands of their type, or, with float8, in two e4m3 terms.
 
         Of a number from 1 to 2, the first term leaves at most 2**-4, and the second of that at most 2**-9.  Float8
         tensor cores sum in 14 bits, 32 channels or tokens a step: 4 steps (of 128) are at most 4 * 2**-14.
         """
         if dtype == torch.float32:
             return cls.of_reference(dtype)
-        unit = torch.finfo(dtype).eps / 2
-        return cls(max(unit, 2.0**-9), 2.0**-12, torch.finfo(torch.float32).eps / 2, unit)
+        unit, fine = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+        return cls(max(unit, 2.0**-9), 2.0**-12, fine, unit) if float8 else cls(unit, fine, fine, unit)
 
 
 class Expected(NamedTuple):
