@@ -34,7 +34,7 @@ def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
         reference.update_preallocated(theirs.states, *step)
     assert ours.length == theirs.length == 132
     found = []
-    for mine, other in zip(flatten(ours.states).held, flatten(theirs.states).held, strict=True):
+    for mine, other in zip(flatten(ours.states).buffers, flatten(theirs.states).buffers, strict=True):
         mine, other = mine.float(), other.float()
         close = torch.isclose(mine, other, rtol=1e-3) if mine.dim() == 3 else mine == other
         found.append((~close).float().mean().item())

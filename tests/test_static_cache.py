@@ -180,12 +180,12 @@ def test_flat_states_are_the_states(generator, preset):
 def test_operations_keep_their_contract(generator, op):
     storage = PreallocatedStorage(PRESETS["tq4"], 64, 300, "auto")
     add(storage, *random_pair(generator, 200))
-    held, calibration, num_tokens, spec = flatten(storage.states)
+    buffers, calibration, num_tokens, spec = flatten(storage.states)
     query = torch.randn(2, 4, 1, 64, generator=generator)
     arguments = {
-        "update": (*random_pair(generator, 1), held, calibration, num_tokens, spec),
-        "attend": (query, held, calibration, num_tokens, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
-        "materialize": (held, calibration, num_tokens, "key", spec),
+        "update": (*random_pair(generator, 1), buffers, calibration, num_tokens, spec),
+        "attend": (query, buffers, calibration, num_tokens, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
+        "materialize": (buffers, calibration, num_tokens, "key", spec),
     }[op]
     torch.library.opcheck(getattr(torch.ops.tq_cache, op).default, arguments)
 

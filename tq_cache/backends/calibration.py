@@ -61,14 +61,14 @@ def calibrate(
     counts = counts & x.isfinite().all(dim=-1, keepdim=True)
     limit = min(LARGEST, torch.finfo(x.dtype).max)
     x = x.clamp(-limit, limit).masked_fill_(~counts, 0.0)
-    total = counts.sum(dim=2, keepdim=True)
-    enough = total >= MIN_CALIBRATION_TOKENS
+    counted = counts.sum(dim=2, keepdim=True)
+    enough = counted >= MIN_CALIBRATION_TOKENS
     if center:
-        mean = torch.where(enough, x.sum(dim=2, keepdim=True, dtype=dtype) / total.clamp_min(1), 0.0)
+        mean = torch.where(enough, x.sum(dim=2, keepdim=True, dtype=dtype) / counted.clamp_min(1), 0.0)
         x = x.sub(mean).mul_(counts)
     if smooth > 0:
         norm = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=dtype)
-        rms = norm / total.clamp_min(1).to(dtype).sqrt()
+        rms = norm / counted.clamp_min(1).to(dtype).sqrt()
         average = rms.mean(dim=-1, keepdim=True)
         # A dead channel must not divide by zero: a thousandth of the average is as good as none.
         size = (rms / divisor(average)).clamp_min(1e-3) ** smooth

@@ -21,13 +21,13 @@ CALIBRATION = ("center", "smooth", "scale")
 class Flat(NamedTuple):
     """`PreallocatedStates` as operations take them.
 
-    held:        ring of keys, ring of values; packed codes, scales, zeros of keys, then of values, those there are
+    buffers:     ring of keys, ring of values; packed codes, scales, zeros of keys, then of values, those there are
     calibration: `CALIBRATION` of keys, then of values, those there are
     num_tokens:  int64 []
     spec:        formats, which calibration there is, lengths and backend: see `_Spec`
     """
 
-    held: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     calibration: list[torch.Tensor]
     num_tokens: torch.Tensor
     spec: str
@@ -46,35 +46,35 @@ class _Spec(NamedTuple):
 def flatten(states: PreallocatedStates) -> Flat:
     """The same tensors, flat."""
     sides = (states.key, states.value)
-    held = [states.ring_keys, states.ring_values]
+    buffers = [states.ring_keys, states.ring_values]
     for side in sides:
-        held += [tensor for tensor in (side.packed, side.scale, side.zero) if tensor is not None]
+        buffers += [tensor for tensor in (side.packed, side.scale, side.zero) if tensor is not None]
     measured = [[(name, getattr(side.calibration, name)) for name in CALIBRATION] for side in sides]
     present = [[name for name, tensor in side if tensor is not None] for side in measured]
     calibration = [tensor for side in measured for _, tensor in side if tensor is not None]
     formats = [f"{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
     spec = " ".join([*formats, str(states.residual_length), str(states.max_length), states.backend])
-    return Flat(held, calibration, states.num_tokens, spec)
+    return Flat(buffers, calibration, states.num_tokens, spec)
 
 
 def unflatten(flat: Flat) -> PreallocatedStates:
     """The inverse of `flatten`."""
     spec = _parse(flat.spec)
-    held, calibration = iter(flat.held[2:]), iter(flat.calibration)
+    buffers, calibration = iter(flat.buffers[2:]), iter(flat.calibration)
     roles: tuple[Role, Role] = ("key", "value")
     key, value = (
         PackedStates(
             role,
             fmt,
             ring.shape[3],
-            next(held),
-            None if fmt.scale == "per_head" else next(held),
-            next(held) if fmt.has_zero else None,
+            next(buffers),
+            None if fmt.scale == "per_head" else next(buffers),
+            next(buffers) if fmt.has_zero else None,
             Calibration(**{name: next(calibration) for name in names}),
         )
-        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, flat.held[:2], strict=True)
+        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, flat.buffers[:2], strict=True)
     )
-    ring_keys, ring_values = flat.held[:2]
+    ring_keys, ring_values = flat.buffers[:2]
     return PreallocatedStates(
         key, value, ring_keys, ring_values, flat.num_tokens, spec.residual_length, spec.max_length, spec.backend
     )
@@ -96,11 +96,11 @@ def _parse(spec: str) -> _Spec:
 # ------------------------------------------------------------------------------------------------------- operations
 
 
-@torch.library.custom_op("tq_cache::update", mutates_args=("held", "num_tokens"))
+@torch.library.custom_op("tq_cache::update", mutates_args=("buffers", "num_tokens"))
 def update(
     keys: torch.Tensor,
     values: torch.Tensor,
-    held: list[torch.Tensor],
+    buffers: list[torch.Tensor],
     calibration: list[torch.Tensor],
     num_tokens: torch.Tensor,
     spec: str,
@@ -110,20 +110,20 @@ def update(
     Writes nothing, and counts nothing, where there is no room: a step of a captured graph cannot raise.  Raises
     ValueError, before anything changes, unless shapes and dtypes are those held.
     """
-    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    states = unflatten(Flat(buffers, calibration, num_tokens, spec))
     check_states(keys, values, (states.ring_keys, states.ring_values))
     choose_backend(states.backend, keys, values).update_preallocated(states, keys, values)
 
 
 @update.register_fake
-def _(keys, values, held, calibration, num_tokens, spec) -> None:  # type: ignore[no-untyped-def]
+def _(keys, values, buffers, calibration, num_tokens, spec) -> None:  # type: ignore[no-untyped-def]
     return None
 
 
 @torch.library.custom_op("tq_cache::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
-    held: list[torch.Tensor],
+    buffers: list[torch.Tensor],
     calibration: list[torch.Tensor],
     num_tokens: torch.Tensor,
     mask: torch.Tensor | None,
@@ -136,29 +136,29 @@ def attend(
 
     mask: [B, 1 or H_q, 1, max_length or more], or None
     """
-    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    states = unflatten(Flat(buffers, calibration, num_tokens, spec))
     backend = choose_backend(states.backend, states.ring_keys, states.ring_values)
     return backend.attend_preallocated(query, states, mask, scaling, softcap=softcap, sink_logits=sink_logits)
 
 
 @attend.register_fake
-def _(query, held, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    return query.new_empty(*query.shape[:3], held[1].shape[3])
+def _(query, buffers, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    return query.new_empty(*query.shape[:3], buffers[1].shape[3])
 
 
 @torch.library.custom_op("tq_cache::materialize", mutates_args=())
 def materialize(
-    held: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, role: str, spec: str
+    buffers: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, role: str, spec: str
 ) -> torch.Tensor:
     """All keys, or values, dequantised in the model's dtype, [B, H_kv, max_length, D], zeros behind the last."""
-    states = unflatten(Flat(held, calibration, num_tokens, spec))
+    states = unflatten(Flat(buffers, calibration, num_tokens, spec))
     x = materialize_view(states.view(), "key" if role == "key" else "value")
     return torch.nn.functional.pad(x, (0, 0, 0, states.max_length - x.shape[2]))
 
 
 @materialize.register_fake
-def _(held, calibration, num_tokens, role, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    ring = held[0] if role == "key" else held[1]
+def _(buffers, calibration, num_tokens, role, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    ring = buffers[0] if role == "key" else buffers[1]
     return ring.new_empty(*ring.shape[:2], _parse(spec).max_length, ring.shape[3])
 
 
@@ -175,12 +175,12 @@ class PreallocatedHandle(LazyHandle):
 
     @staticmethod
     def __new__(cls, flat: Flat, role: Role) -> "PreallocatedHandle":
-        ring = flat.held[0 if role == "key" else 1]
+        ring = flat.buffers[0 if role == "key" else 1]
         shape = (*ring.shape[:2], _parse(flat.spec).max_length, ring.shape[3])
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=ring.dtype, device=ring.device)
         handle._spec, handle._role = flat.spec, role
-        handle._counts = len(flat.held), len(flat.calibration)
-        for name, tensor in zip(handle._names(), (*flat.held, *flat.calibration, flat.num_tokens), strict=True):
+        handle._counts = len(flat.buffers), len(flat.calibration)
+        for name, tensor in zip(handle._names(), (*flat.buffers, *flat.calibration, flat.num_tokens), strict=True):
             setattr(handle, name, tensor)  # flat attributes are what torch.compile takes apart
         return handle
 
@@ -188,8 +188,12 @@ class PreallocatedHandle(LazyHandle):
         return f"PreallocatedHandle({self._role}, shape={list(self.shape)})"
 
     def _names(self) -> list[str]:
-        held, calibration = self._counts
-        return [*(f"held_{i}" for i in range(held)), *(f"calibration_{i}" for i in range(calibration)), "num_tokens"]
+        names = [
+            f"{name}_{i}"
+            for name, count in zip(("buffer", "calibration"), self._counts, strict=True)
+            for i in range(count)
+        ]
+        return [*names, "num_tokens"]
 
     @property
     def flat(self) -> Flat:
@@ -203,14 +207,14 @@ class PreallocatedHandle(LazyHandle):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
     ) -> "PreallocatedHandle":
-        spec, role, (held, _) = context
+        spec, role, (count, _) = context
         tensors = list(inner.values())
-        return PreallocatedHandle(Flat(tensors[:held], tensors[held:-1], tensors[-1], spec), role)
+        return PreallocatedHandle(Flat(tensors[:count], tensors[count:-1], tensors[-1], spec), role)
 
     def dequantize(self) -> torch.Tensor:
         """The tensor that this handle stands for; zeros behind the last token."""
         flat = self.flat
-        return torch.ops.tq_cache.materialize(flat.held, flat.calibration, flat.num_tokens, self._role, flat.spec)
+        return torch.ops.tq_cache.materialize(flat.buffers, flat.calibration, flat.num_tokens, self._role, flat.spec)
 
 
 # torch.compile takes the next two as they are: it could not follow the making of handles, nor what they hold.
@@ -218,10 +222,10 @@ class PreallocatedHandle(LazyHandle):
 
 @torch._dynamo.allow_in_graph
 def handle_pair(
-    held: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, spec: str
+    buffers: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, spec: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The handles of keys and values of a preallocated layer."""
-    flat = Flat(held, calibration, num_tokens, spec)
+    flat = Flat(buffers, calibration, num_tokens, spec)
     return PreallocatedHandle(flat, "key"), PreallocatedHandle(flat, "value")
 
 
@@ -238,5 +242,5 @@ def attend_handle(
     assert isinstance(key, PreallocatedHandle)
     flat = key.flat
     return torch.ops.tq_cache.attend(
-        query, flat.held, flat.calibration, flat.num_tokens, mask, sink_logits, scaling, softcap, flat.spec
+        query, flat.buffers, flat.calibration, flat.num_tokens, mask, sink_logits, scaling, softcap, flat.spec
     )

@@ -114,13 +114,13 @@ class PreallocatedLayer(PackedLayer):
         if self.flat is None or key_states.shape[2] > 1:
             return outside_graph(PreallocatedLayer._append, self, key_states, value_states)
         self.storage.admit(key_states, value_states)
-        held, calibration, num_tokens, spec = self.flat
-        torch.ops.tq_cache.update(key_states, value_states, held, calibration, num_tokens, spec)
+        buffers, calibration, num_tokens, spec = self.flat
+        torch.ops.tq_cache.update(key_states, value_states, buffers, calibration, num_tokens, spec)
         if self.config._attn_implementation == ATTENTION_NAME:
-            return graph_ops.handle_pair(held, calibration, num_tokens, spec)
+            return graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
         return (
-            torch.ops.tq_cache.materialize(held, calibration, num_tokens, "key", spec),
-            torch.ops.tq_cache.materialize(held, calibration, num_tokens, "value", spec),
+            torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "key", spec),
+            torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "value", spec),
         )
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -142,13 +142,13 @@ def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSett
 
 def _split(settings: PlanSettings) -> tuple[int, int]:
     """Tokens that a packed layer has room for, packed and in the model's dtype, as `GrowingStorage` divides them."""
-    context, sinks = settings.context, settings.sink_tokens
-    room = settings.residual_length + sinks + 1
-    surplus = context - sinks - settings.residual_length
-    packed = min(round_up(surplus), context - sinks) if surplus > 0 else 0
-    tail = context - packed - (sinks if packed else 0)
+    context, sink_tokens = settings.context, settings.sink_tokens
+    room = settings.residual_length + sink_tokens + 1
+    surplus = context - sink_tokens - settings.residual_length
+    packed = min(round_up(surplus), context - sink_tokens) if surplus > 0 else 0
+    tail = context - packed - (sink_tokens if packed else 0)
     tail_room = min(room, round_up(tail + growth(tail) + 1))
-    return round_up(packed), tail_room + (sinks if packed else 0)
+    return round_up(packed), tail_room + (sink_tokens if packed else 0)
 
 
 def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:
