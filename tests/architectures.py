@@ -12,13 +12,7 @@ import time
 
 import torch
 import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 4, 2, 32, 4, 128
