@@ -1,8 +1,10 @@
 """The house: who may import whom, how large a room may be, and what an import costs."""
 
 import ast
+import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -87,3 +89,20 @@ def test_what_rooms_do_not_know(module, unknown):
 def test_import_is_light():
     code = "import sys, tq_cache; print(sorted({'tq_kernels', 'matplotlib', 'typer'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_version_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tq_cache.__version__"}
+
+
+def test_every_room_is_packaged():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    rooms = {name for package in PACKAGES for name, path in modules(package).items() if path.name == "__init__.py"}
+    assert listed == rooms
+
+
+def test_the_reference_of_the_public_api_is_current():
+    made = runpy.run_path(str(ROOT / "scripts/api_reference.py"))["reference"]()
+    assert (ROOT / "docs/API.md").read_text() == made, "run python scripts/api_reference.py"
