@@ -50,7 +50,7 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = dict(list(tensors.items())[shard::shards])

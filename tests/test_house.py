@@ -91,6 +91,51 @@ def test_import_is_light():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+MOST_LINES_OF_A_FILE, MOST_LINES, MOST_KERNEL_LINES, MOST_PARAMETERS = 350, 60, 90, 20
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def is_jitted(node: ast.FunctionDef) -> bool:
+    return any("triton." in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def test_no_file_is_too_long():
+    paths = [
+        path
+        for folder in ("tq_cache", "kernels", "tests", "benchmarks", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    lengths = {path: len(path.read_text().splitlines()) for path in paths}
+    assert not {str(path): n for path, n in lengths.items() if n > MOST_LINES_OF_A_FILE}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_function_is_too_long(package):
+    for path in modules(package).values():
+        for node in functions(path):
+            lines, jitted = node.end_lineno - node.lineno + 1, is_jitted(node)
+            parameters = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+            most = MOST_KERNEL_LINES if jitted else MOST_LINES
+            assert lines <= most, f"{path.name}: {node.name} has {lines} lines"
+            assert parameters <= MOST_PARAMETERS, f"{path.name}: {node.name} has {parameters} parameters"
+
+
+def test_host_code_of_kernels_is_typed():
+    for path in modules("tq_kernels").values():
+        for node in functions(path):
+            if is_jitted(node):
+                continue
+            arguments = [
+                x for x in node.args.posonlyargs + node.args.args + node.args.kwonlyargs if x.arg not in ("self", "cls")
+            ]
+            assert all(x.annotation for x in arguments) and node.returns, f"{path.name}: {node.name}"
+
+
 def test_the_version_stands_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]

@@ -50,7 +50,7 @@ def test_what_sdpa_cannot_compute_is_traced_in_plain_pytorch(options, monkeypatc
     def kernels(*_):
         raise AssertionError("expected the reference")
 
-    monkeypatch.setattr(backends, "_implementation", kernels)
+    monkeypatch.setattr(backends, "_choose", kernels)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     out, _ = compiled(module, query, keys, values, mask, **options)
     assert torch.allclose(out, expected, atol=1e-6)

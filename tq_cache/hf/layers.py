@@ -36,12 +36,12 @@ class PackedLayer(DynamicLayer):
 
     # keys and values are derived, never held
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """All keys, dequantised, [B, H_kv, T, D]; None before the first update."""
         return materialize(self.storage.view(), "key") if self.get_seq_length() else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """All values, dequantised, [B, H_kv, T, D]; None before the first update."""
         return materialize(self.storage.view(), "value") if self.get_seq_length() else None
 
@@ -152,14 +152,14 @@ class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
         self.is_indexer_initialized = False
 
 
-class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
+class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):  # type: ignore[misc, override]  # as its own
     """A layer with a linear-attention state, kept as transformers keeps it, beside packed keys and values."""
 
     def __init__(self, storage: LayerStorage, config: PreTrainedConfig, number_of_states: int) -> None:
         PackedLayer.__init__(self, storage, config)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
         # transformers tells the two initialisations apart likewise: keys and values come as two positional arguments
         if args:
             PackedLayer.lazy_initialization(self, *args)
@@ -187,7 +187,7 @@ class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
         PackedLayer.crop(self, tokens_to_remove)
 
 
-class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):
+class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ignore[misc]
     """A preallocated layer with a linear-attention state, kept as transformers keeps it."""
 
     is_compileable = True
