@@ -82,7 +82,6 @@ class TurboQuantCache(DynamicCache):
         self.plans: list[LayerPlan] = plan_layers(layer_kinds(self.config), skip_layers, boundary_layers)
         self._warn_if_nothing_is_packed()
         self._max_cache_len = max_cache_len
-        self._most_held = 0
         layers = own_layers(self.config, max_cache_len)
         packed = [plan.index for plan in self.plans if plan.packed]
         self.scales = resolve_scales(config, self.preset, packed, len(layers), k_scale, v_scale)
@@ -134,27 +133,6 @@ class TurboQuantCache(DynamicCache):
         keys = getattr(layer, "keys", None)
         return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.numel() else None
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self._max_cache_len is not None and not torch.compiler.is_compiling():
-            self._check_room(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
-
-    def _check_room(self, count: int) -> None:
-        """Raise ValueError unless `count` more tokens fit, asking the device only where they might not.
-
-        Steps inside a captured graph cannot raise; but before each of generate()'s a mask is made outside it.
-        """
-        assert self._max_cache_len is not None
-        self._most_held += count
-        if self._most_held > self._max_cache_len:
-            held = int(self.get_seq_length())
-            if held + count > self._max_cache_len:
-                raise ValueError(
-                    f"expected at most max_cache_len = {self._max_cache_len} tokens, got {held} held and {count} new; "
-                    "make the cache with a larger max_cache_len"
-                )
-            self._most_held = held + count
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
         length_after_crop(tokens_to_remove, self.get_seq_length())
@@ -162,7 +140,6 @@ class TurboQuantCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self._most_held = 0
         if RESET_KEEPS_LENGTH:
             fresh = own_layers(self.config, self._max_cache_len)
             for plan in self.plans:

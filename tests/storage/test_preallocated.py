@@ -122,6 +122,24 @@ def test_a_graph_that_is_full_writes_nothing_and_the_next_call_outside_raises(ge
         cache.update(*random_pair(generator, 1), 0)
 
 
+def test_a_step_is_announced_where_it_may_come_in_a_graph(generator, monkeypatch):
+    """Masks are made outside graphs: there is room, or it raises; the device is asked only where there might not be."""
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 150, "auto")
+    asked, length = [], type(storage).length
+    monkeypatch.setattr(type(storage), "length", property(lambda self: asked.append(1) or length.fget(self)))
+    add(storage, *random_pair(generator, 140))
+    for _ in range(5):  # steps of a graph, of which Python hears no more than this
+        storage.announce(1)
+        torch.ops.tq_cache.update(*random_pair(generator, 1), *flatten(storage.states))
+    assert not asked
+    storage.announce(5)
+    storage.announce(5)  # which never came
+    assert asked
+    add(storage, *random_pair(generator, 5))
+    with pytest.raises(ValueError, match="max_cache_len = 150 tokens, got 150 held and 1 new"):
+        storage.announce(1)
+
+
 @pytest.mark.parametrize("wrong", [
     lambda x: x.float(), lambda x: x[:, :1], lambda x: x[:1], lambda x: x[..., :32], lambda x: x[..., 0, :],
 ], ids=["dtype", "KV heads", "batch", "head_dim", "rank"])  # fmt: skip

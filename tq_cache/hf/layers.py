@@ -135,7 +135,11 @@ class PreallocatedLayer(PackedLayer):
         return 0 if self.flat is None else self.flat.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that attention sees: all there is room for, at prefill those there are."""
+        """Length and offset of the keys that attention sees: all there is room for, at prefill those there are.
+
+        Raises ValueError unless there is room for the queries: the step that they are of may be in a graph.
+        """
+        self.storage.announce(query_length)
         return (self.max_cache_len if query_length == 1 else self.storage.length + query_length), 0
 
     def get_max_length(self) -> int:

@@ -36,8 +36,10 @@ class PreallocatedStorage(LayerStorage):
         super().__init__(preset, residual_length, backend, given_scales)
         self.max_length = max_length
         self.states: PreallocatedStates | None = None
-        # The device counts tokens.  There are at most so many, unless a graph adds some, of which Python hears nothing.
-        self._at_most: int | None = 0
+        # The device counts tokens; what Python knows of that count spares asking it.  At most so many are held by what
+        # was admitted: None once a graph may have added some; and by what was announced: None where graphs announce.
+        self._admitted: int | None = 0
+        self._announced: int | None = 0
 
     @property
     def length(self) -> int:
@@ -68,19 +70,33 @@ class PreallocatedStorage(LayerStorage):
         the next one outside raises.
         """
         if torch.compiler.is_compiling():
-            self._at_most = None
+            self._admitted = None
             return
         super().admit(keys, values)
         if keys.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._at_most = None
+            self._admitted = None
             return
         count = keys.shape[2]
-        if self._at_most is not None and self._at_most + count <= self.max_length:
-            self._at_most += count
+        if self._admitted is None or self._admitted + count > self.max_length:
+            held = self.length
+            check_room(held, count, self.max_length)
+            self._admitted = None if self._admitted is None else held
+        if self._admitted is not None:
+            self._admitted += count
+        if self._announced is not None:
+            self._announced += count
+
+    def announce(self, count: int) -> None:
+        """Raise ValueError unless there is room for `count` tokens that come next, maybe in a graph, which cannot."""
+        if torch.compiler.is_compiling():
+            self._announced = None
             return
-        held = self.length
-        check_room(held, count, self.max_length)
-        self._at_most = None if self._at_most is None else held + count
+        if self._announced is None or self._announced + count > self.max_length:
+            held = self.length
+            check_room(held, count, self.max_length)
+            self._announced = None if self._announced is None else held
+        if self._announced is not None:
+            self._announced += count
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         with torch.inference_mode(False), torch.no_grad():
@@ -144,7 +160,8 @@ class PreallocatedStorage(LayerStorage):
         """Forget every token, and keep the memory."""
         if self.states is not None:
             self.states.num_tokens.zero_()
-        self._at_most = None if self._at_most is None else 0
+        self._admitted = None if self._admitted is None else 0
+        self._announced = None if self._announced is None else 0
 
     def crop(self, length: int) -> None:
         """Raises NotImplementedError unless nothing, or everything, is removed."""
