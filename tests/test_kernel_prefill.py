@@ -22,6 +22,7 @@ from kernel_harness import (
 )
 
 from tq_cache.backends import quantizers
+from tq_cache.backends.calibration import calibrate
 from tq_cache.formats.presets import resolve_preset
 from tq_cache.formats.states import KVView, PackedStates
 
@@ -69,7 +70,7 @@ class Case:
     def _pack(self, role, chosen, x):
         fmt, smooth = (chosen.key, chosen.smooth) if role == "key" else (chosen.value, 0.0)
         counts = torch.ones(self.batch, 1, self.packed, 1, dtype=torch.bool, device=x.device)
-        calibration = quantizers.calibrate(x, fmt, chosen.center, smooth, counts)
+        calibration = calibrate(x, fmt, chosen.center, smooth, counts)
         states = PackedStates.empty(role, fmt, x, -(-self.packed // 64) * 64, calibration)
         quantizers.store(states, x, 0)
         return states

@@ -6,7 +6,7 @@ Scores have base 2; M queries, [M], [M] and [M, channels], float32.  Log-sum-exp
 import triton
 import triton.language as tl
 
-from ..bits.to_float16 import channels
+from ..bits.layout import channels
 from .scores import LOG2E
 
 P_SHIFT = tl.constexpr(8.0)  # probabilities are scaled to at most 2**8: float16 then holds them down to 2**-32

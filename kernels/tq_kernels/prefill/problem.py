@@ -28,21 +28,12 @@ import triton.language as tl
 from ..attention.masks import add_mask, classify, mask_of, visible_span
 from ..attention.scores import LOG2E, soft_cap
 from ..attention.softmax import accumulate, begin_softmax, log_sum, with_extra_logit
-from ..bits.to_e4m3 import BLOCK_TOKENS, parts
-from ..bits.to_float16 import (
-    channels,
-    decoders,
-    load_scaled_keys,
-    load_scaled_values,
-    load_scales,
-    scale_pointers,
-    tile_order,
-    unpack_kernel,
-    width,
-)
+from ..bits.layout import BLOCK_TOKENS, channels, part_width, parts, tile_order
+from ..bits.to_float16 import decoders
 from ..device import Device, describe
 from ..launch import Launch, Program
 from ..states import States
+from .scaled import load_scaled_keys, load_scaled_values, load_scales, scale_pointers, unpack_kernel
 from .spaces import prefill_merge_kernel, prefill_query_kernel
 
 MAX_HEAD_DIM = 256
@@ -187,7 +178,7 @@ def _prefill_packed_kernel(
     )
     pointers = scale_pointers(key, value, batch, kv_head, strides)
 
-    WIDTH: tl.constexpr = width(DIM, KEY[0]) * parts(KEY[0])
+    WIDTH: tl.constexpr = part_width(DIM, KEY[0]) * parts(KEY[0])
     q = tl.load(rotated + index[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0)
     shift = None
     if offset is not None:
@@ -325,9 +316,9 @@ class Problem(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of a key in `load_keys`."""
+        """Columns of a key, its parts padded."""
         bits = self.key.coding.bits
-        return width(self.query.shape[3], bits) * parts(bits)
+        return part_width(self.query.shape[3], bits) * parts(bits)
 
     def tiled_mask(self, config: Config, length: int, boundary: int, shift: int) -> tuple[tuple | None, tuple]:
         """(mask, its tiles) and the strides of both, for `length` tokens that stand where `classify` says."""

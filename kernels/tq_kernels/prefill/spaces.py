@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from ..attention.scores import LOG2E
-from ..bits.to_e4m3 import parts
-from ..bits.to_float16 import channels, key_channels, width
+from ..bits.layout import channels, key_channels, part_width, parts
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def prefill_query_kernel(
 ):  # fmt: skip
     """One program = M queries of one query head, times `factor`, brought into the space of the key codes.
 
-    rotated [B, H_q, rows, columns as in `load_keys`]: zeros behind the last query.  `offset` [B, H_q, rows] gets the
+    rotated [B, H_q, rows, columns as in `key_channels`]: zeros behind the last query.  `offset` [B, H_q, rows] gets the
     product with the centre of the keys.
     """
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -68,8 +67,8 @@ def prefill_query_kernel(
     index = (batch * tl.num_programs(1) + head) * rows + row
     source, valid = key_channels(DIM, BITS)
     query += batch * strides[0] + head * strides[1] + row[:, None].to(tl.int64) * strides[2]
-    STEP: tl.constexpr = width(DIM, BITS) * parts(BITS) if rotation is None else K  # all columns, or K at a time
-    x = tl.zeros((M, width(DIM, BITS) * parts(BITS)), tl.float32)
+    STEP: tl.constexpr = part_width(DIM, BITS) * parts(BITS) if rotation is None else K  # all columns, or K at a time
+    x = tl.zeros((M, part_width(DIM, BITS) * parts(BITS)), tl.float32)
     product = tl.zeros((M,), tl.float32)
     for first in tl.range(0, DIM, STEP):
         channel = first + tl.arange(0, STEP)
