@@ -60,7 +60,7 @@ def _units(n, bits, plane, words):
 @triton.jit
 def _plane(base, start, DIM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.constexpr):
     """Pointer to the units of a plane of the block of token `start`."""
-    base += (start // BLOCK_TOKENS).to(tl.int64) * (BLOCK_TOKENS * DIM * BITS // 8)
+    base += tl.full((), BLOCK_TOKENS * DIM * BITS // 8, tl.int64) * (start // BLOCK_TOKENS)
     if PLANE == 1:
         base = (base + BLOCK_TOKENS * DIM * 2 // 8).to(tl.pointer_type(tl.int16))
     elif WORDS:
