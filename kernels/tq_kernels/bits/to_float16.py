@@ -4,9 +4,11 @@ A decoder puts the parts of a row side by side.  So a tile of keys is [tokens, c
 `part_width` columns (`key_channels` says which channel a column is), and a tile of values is [channels, tokens] with
 the tokens in the order of `tile_order`.  Numbers are float16, in which every code is exact, before scale and zero.
 
-    CODE   (bits, table), `states.Coding.code`
-    MODE   (PTX decoders, native e4m3), `decoders` of the device
+    CODE   `states.Code`
+    MODE   `Decoders`
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,9 +27,16 @@ from .layout import (
 )
 
 
-def decoders(device: Device) -> tuple[bool, bool]:
-    """MODE: whether codes are decoded by PTX, and whether the device converts e4m3 itself."""
-    return device.is_nvidia, device.is_nvidia and device.capability >= (8, 9)
+class Decoders(NamedTuple):
+    """Whether codes are decoded by PTX, and whether the device converts e4m3 itself."""
+
+    ptx: bool
+    native: bool
+
+
+def decoders(device: Device) -> Decoders:
+    """Those of a device."""
+    return Decoders(device.is_nvidia, device.is_nvidia and device.capability >= (8, 9))
 
 
 # --- Decoders.
@@ -141,13 +150,13 @@ def _float8(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def _decode(planes, CODE: tl.constexpr, MODE: tl.constexpr):
     """Planes of packed rows, as the loaders below cut them, to float16, the parts of a row side by side."""
-    BITS: tl.constexpr = CODE[0]
-    TABLE: tl.constexpr = CODE[1]
-    NATIVE: tl.constexpr = MODE[1]
+    BITS: tl.constexpr = CODE.bits
+    TABLE: tl.constexpr = CODE.table
+    NATIVE: tl.constexpr = MODE.native
     if BITS == 8:
         return _float8(planes[0], is_e5m2(BITS, TABLE), NATIVE)
     else:
-        PTX: tl.constexpr = MODE[0]
+        PTX: tl.constexpr = MODE.ptx
         return _decode_words(planes, BITS, TABLE, PTX, NATIVE)
 
 
@@ -159,7 +168,7 @@ def load_keys(
     base, start, order, blocks, DIM: tl.constexpr, CODE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr
 ):
     """Keys `start` + `order` [N], float16 [N, parts * part_width]."""
-    BITS: tl.constexpr = CODE[0]
+    BITS: tl.constexpr = CODE.bits
     WORDS: tl.constexpr = BITS != 8
     WIDTH: tl.constexpr = part_width(DIM, BITS)
     planes = (load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 0, WORDS, MASKED),)
@@ -174,7 +183,7 @@ def load_values(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Values of N tokens from `start`, float16 [channels, N], tokens in the order of `tile_order`."""
-    BITS: tl.constexpr = CODE[0]
+    BITS: tl.constexpr = CODE.bits
     WORDS: tl.constexpr = BITS != 8
     planes = load_value_planes(base, start, blocks, N, DIM, channels(DIM), BITS, WORDS, MASKED)
     return _decode(planes, CODE, MODE)
