@@ -19,7 +19,7 @@ from measure import BACKENDS, best_sdpa, copy_gb_s, microseconds, table_line, wr
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.prefill.problem import prefill
+from tq_kernels.prefill.attend import prefill
 
 from tq_cache.backends import quantizers
 from tq_cache.backends.triton import states_of

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from tq_kernels.decode.plan import MAX_QUERIES, decode
-from tq_kernels.prefill.problem import prefill
+from tq_kernels.prefill.attend import prefill
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
 from tq_kernels.store.dequantize import dequantize as dequantize_states
@@ -105,16 +105,17 @@ def attend(
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
-    run = decode if _fits_decode(query, view) else prefill
-    arguments: dict[str, Any] = dict(
-        packed_length=view.packed_length,
-        scaling=scaling,
-        sinks=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
-        mask=mask,
-        softcap=softcap,
-        s_aux=sink_logits,
-        causal=is_causal,
-    )
+    few = _fits_decode(query, view)
+    run, sinks, s_aux = (decode, "sinks", "s_aux") if few else (prefill, "sink_tokens", "sink_logits")
+    arguments: dict[str, Any] = {
+        "packed_length": view.packed_length,
+        "scaling": scaling,
+        sinks: None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        "mask": mask,
+        "softcap": softcap,
+        s_aux: sink_logits,
+        "causal": is_causal,
+    }
     key, value = view.key and states_of(view.key), view.value and states_of(view.value)
     query_, tail_keys, tail_values = query, view.tail_keys, view.tail_values
     if torch.is_grad_enabled():

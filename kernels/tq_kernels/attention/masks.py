@@ -1,7 +1,6 @@
-"""An attention mask and its tiles: most are all True or all False, and their elements need not be read again.
+"""An attention mask and its tiles: most are all True or all False, and their elements need not be read again."""
 
-In kernels a mask is (mask, tiles), the tiles of one tile of queries being bytes NONE, SOME or ALL.
-"""
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -9,9 +8,40 @@ import triton.language as tl
 
 from ..device import Device
 from ..launch import Launch, Program
-from .scores import LOG2E
+from .scores import FULL_MASK, apply_mask
 
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class TiledMask(NamedTuple):
+    """mask: [B, H, S, T]; tiles: bytes NONE, SOME or ALL, [B, H, tiles of S, tiles of tokens]."""
+
+    mask: Any
+    tiles: Any
+
+
+class MaskSteps(NamedTuple):
+    """Strides of a mask to the next sequence, head, query and token."""
+
+    batch: int
+    head: int
+    query: int
+    token: int
+
+
+class TileSteps(NamedTuple):
+    """Strides of the tiles to the next sequence, head and tile of queries."""
+
+    batch: int
+    head: int
+    query: int
+
+
+class MaskStrides(NamedTuple):
+    """Of a `TiledMask`."""
+
+    mask: MaskSteps
+    tiles: TileSteps
 
 
 @triton.jit(do_not_specialize=["count", "length", "boundary", "shift"])
@@ -26,9 +56,10 @@ def _mask_tiles_kernel(
     row = tl.program_id(0) // columns * M + tl.arange(0, M)
     token = tl.program_id(0) % columns * N + tl.arange(0, N)
     inside = (row < count)[:, None] & (token < length)[None, :]
-    mask += tl.program_id(2).to(tl.int64) * strides[0] + tl.program_id(1).to(tl.int64) * strides[1]
-    place = token + tl.where(token < boundary, 0, shift)
-    m = tl.load(mask + row[:, None].to(tl.int64) * strides[2] + place[None, :] * strides[3], mask=inside, other=0)
+    mask += tl.program_id(2).to(tl.int64) * strides.batch + tl.program_id(1).to(tl.int64) * strides.head
+    column = token + tl.where(token < boundary, 0, shift)
+    pointer = mask + row[:, None].to(tl.int64) * strides.query + column[None, :] * strides.token
+    m = tl.load(pointer, mask=inside, other=0)
     if m.dtype == tl.uint8:
         seen, neutral = m != 0, m != 0
     else:
@@ -36,8 +67,8 @@ def _mask_tiles_kernel(
     some = tl.max(tl.max((seen & inside).to(tl.int32), 1), 0)
     every = tl.min(tl.min((neutral | (inside == 0)).to(tl.int32), 1), 0)
     pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    place = pair.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(tiles + place, tl.where(every != 0, ALL, tl.where(some != 0, SOME, NONE)).to(tl.uint8))
+    index = pair.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(tiles + index, tl.where(every != 0, ALL, tl.where(some != 0, SOME, NONE)).to(tl.uint8))
 
 
 @triton.jit
@@ -58,38 +89,35 @@ def visible_span(tiles, first, end):
 
 
 @triton.jit
-def add_mask(s, mask, row, token, inside, strides):
-    """Scores with mask = (mask, its tiles): added if a float, and -inf where False if a bool (as bytes)."""
-    place = mask[0] + row[:, None].to(tl.int64) * strides[0][2] + token[None, :] * strides[0][3]
-    m = tl.load(place, mask=inside, other=0)
-    if m.dtype == tl.uint8:
-        s = tl.where(m != 0, s, float("-inf"))
-    else:
-        s += m.to(tl.float32) * LOG2E
-    return s
+def add_mask(s, mask, row, column, inside, strides):
+    """Scores [rows, columns] with a mask of one head, `TiledMask`."""
+    pointer = mask.mask + row[:, None].to(tl.int64) * strides.mask.query + column[None, :] * strides.mask.token
+    return apply_mask(s, tl.load(pointer, mask=inside, other=0), FULL_MASK)
 
 
 @triton.jit
 def mask_of(mask, strides, batch, head, tile):
     """The mask of a query head, and its tiles of a tile of queries."""
-    tiles = mask[1] + batch * strides[1][0] + head * strides[1][1] + tile * strides[1][2]
-    return mask[0] + batch * strides[0][0] + head * strides[0][1], tiles
+    tiles = mask.tiles + batch * strides.tiles.batch + head * strides.tiles.head + tile * strides.tiles.query
+    return TiledMask(mask.mask + batch * strides.mask.batch + head * strides.mask.head, tiles)
 
 
 def classify(
     mask: torch.Tensor, length: int, boundary: int, shift: int, queries: int, tokens: int, device: Device
-) -> torch.Tensor:  # fmt: skip
+) -> tuple[TiledMask, MaskStrides]:  # fmt: skip
     """What each tile of `queries` by `tokens` of `length` tokens is: nothing seen, some, or all and nothing added.
 
     mask: [B, H, S, T], bytes (0 is False) or float, maybe expanded; where its tokens stand: see the kernel
 
-    Returns uint8 [B, H, tiles of S, tiles of `length`], expanded as the mask is.
+    The tiles, uint8 [B, H, tiles of S, tiles of `length`], are expanded as the mask is.
     """
     batch, heads = (1 if mask.stride(i) == 0 else mask.shape[i] for i in range(2))
     rows, columns = triton.cdiv(mask.shape[2], queries), triton.cdiv(length, tokens)
     tiles = torch.empty(batch, heads, rows, columns, dtype=torch.uint8, device=mask.device)
+    steps = MaskSteps(*mask.stride())
     if tiles.numel():
         program = Program(_mask_tiles_kernel, device, dict(M=queries, N=tokens), dict(num_warps=4))
-        arguments = (mask, tiles, mask.shape[2], length, boundary, shift, mask.stride())
+        arguments = (mask, tiles, mask.shape[2], length, boundary, shift, steps)
         Launch(program, (rows * columns, heads, batch), arguments).run()
-    return tiles.expand(mask.shape[0], mask.shape[1], -1, -1)
+    tiles = tiles.expand(mask.shape[0], mask.shape[1], -1, -1)
+    return TiledMask(mask, tiles), MaskStrides(steps, TileSteps(*tiles.stride()[:3]))

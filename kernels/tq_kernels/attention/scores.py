@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..bits.layout import BLOCK_TOKENS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_MASK, ROW_MASK, FULL_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # one for all columns, or by column

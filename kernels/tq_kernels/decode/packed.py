@@ -11,27 +11,13 @@ the fp8 tensor cores in the order in which they lie.  A tile of tokens is one bl
 import triton
 import triton.language as tl
 
+from ..attention.base2 import exp2, ptx_inverse, ptx_log2, rough_log2
 from ..attention.scores import apply_mask, lengths_now, load_mask, soft_cap
-from ..bits.to_e4m3 import (
-    BLOCK_TOKENS,
-    decode_rows,
-    exp2,
-    gather_terms,
-    keep_tables,
-    load_keys,
-    load_scales,
-    load_values,
-    part_width,
-    ptx_inverse,
-    ptx_log2,
-    rough_log2,
-    side_by_side,
-    spread_terms,
-    to_rows,
-    to_tokens,
-    unit,
-)
+from ..bits.layout import BLOCK_TOKENS, load_value_planes, side_by_side
+from ..bits.to_e4m3 import decode_rows, keep_tables, operand_width, unit
+from ..bits.two_terms import gather_terms, spread_terms
 from .query import column_places, make_operand, program_place, split_places
+from .score_rows import load_key_rows, load_row_scales, to_rows, to_tokens
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
@@ -59,10 +45,11 @@ def _decode_values(
     """Values of `TILE` tokens, [CHANNELS, TILE]: of two blocks, block by block, each lying in one piece."""
     BITS: tl.constexpr = VALUE[0]
     TABLE: tl.constexpr = VALUE[1]
-    planes = load_values(base, start, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+    planes = load_value_planes(base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, BITS, False, MASKED)
     channels = decode_rows(planes, BITS, TABLE, COMPUTE, PTX)
     if TILE == 2 * BLOCK_TOKENS:
-        planes = load_values(base, start + BLOCK_TOKENS, blocks, BITS, HEAD_DIM, CHANNELS, MASKED)
+        start += BLOCK_TOKENS
+        planes = load_value_planes(base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, BITS, False, MASKED)
         channels = side_by_side(channels, decode_rows(planes, BITS, TABLE, COMPUTE, PTX))
     return channels
 
@@ -112,7 +99,7 @@ def attend_packed(
     KEY_TABLE: tl.constexpr = KEY[1]
     VALUE_TABLE: tl.constexpr = VALUE[1]
     DIM: tl.constexpr = DIMS[0]
-    WIDTH: tl.constexpr = part_width(DIM, KEY_BITS)
+    WIDTH: tl.constexpr = operand_width(DIM, KEY_BITS)
     CHANNELS: tl.constexpr = max(triton.next_power_of_2(DIMS[1]), 64)
     REPEATS: tl.constexpr = max(TILE // 16 // LAUNCH[1], 1)
     SLOTS: tl.constexpr = TILE // (16 * REPEATS)
@@ -161,10 +148,10 @@ def attend_packed(
         new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
         token = _tile_start(tile + 1, blocks, TILE, MASKED) + row
         next_m = load_mask(mask, mask_base, mask_columns, masks[3], sizes[0] + token, token < tokens, 0, MASK)
-        keys = load_keys(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
+        keys = load_key_rows(key_packed, start, blocks, KEY_BITS, DIM, TILE, WIDTH, SLOTS, REPEATS, MASKED)
         scale = factor
         if KEY_BITS != 8:
-            scale = load_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
+            scale = load_row_scales(key_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED) * factor
         rows = decode_rows(keys, KEY_BITS, KEY_TABLE, COMPUTE, PTX)
         s = _packed_scores(q, rows, scale, offset, scales[1], SOFTCAP, TERMS, TWINS, PRECISION)
         s, m = apply_mask(s, m, MASK), next_m
@@ -173,7 +160,7 @@ def attend_packed(
         # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.
         shift = tl.zeros((TILE,), tl.float32)
         if VALUE_BITS != 8:
-            scale = tl.maximum(load_scales(value_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED), 1e-7)
+            scale = tl.maximum(load_row_scales(value_scale, start, blocks, TILE, SLOTS, REPEATS, MASKED), 1e-7)
             if PTX:  # the scale in the exponent: fewer instructions, but for float32 too coarse
                 shift = ptx_log2(scale)
         s += tl.where(new, shift, float("-inf"))[:, None]
@@ -193,7 +180,7 @@ def attend_packed(
         weight = weight * alpha[None, :] + _sum_repeats(probability, REPEATS)
         if len(value) == 3:
             zero = value[2] + batch * strides[2][2] + kv_head * strides[2][3]
-            zero = load_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
+            zero = load_row_scales(zero, start, blocks, TILE, SLOTS, REPEATS, MASKED)
             zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], REPEATS)
         p = spread_terms(to_tokens(p, SLOTS, REPEATS), TERMS, TWINS, LIFT, COMPUTE, PTX)
         channels = _decode_values(value_packed, start, blocks, VALUE, DIMS[1], TILE, CHANNELS, COMPUTE, PTX, MASKED)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
-from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
 from ..launch import Launch, Program, aligned, signature
 from ..states import States, no_layout

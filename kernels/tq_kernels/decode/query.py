@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from ..bits.hadamard import hadamard, is_power_of_two, log2
-from ..bits.to_e4m3 import part_width, parts, spread_terms
+from ..bits.layout import parts
+from ..bits.to_e4m3 import operand_width
+from ..bits.two_terms import spread_terms
 
 
 @triton.constexpr_function
@@ -54,7 +56,7 @@ def make_operand(
     rotated, where `by_matrix`.
     """
     PARTS: tl.constexpr = parts(BITS)
-    WIDTH: tl.constexpr = part_width(DIM, BITS)
+    WIDTH: tl.constexpr = operand_width(DIM, BITS)
     rotation, smooth, center = space
     column = tl.arange(0, PARTS * WIDTH)
     channel = column // WIDTH * (DIM // PARTS) + column % WIDTH

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..bits.to_e4m3 import BLOCK_TOKENS
-from ..bits.to_float16 import channels, decoders, key_channels, load_keys, load_values, tile_order
+from ..bits.layout import BLOCK_TOKENS, channels, key_channels, tile_order
+from ..bits.to_float16 import decoders, load_keys, load_values
 from ..device import Device, describe
 from ..launch import Launch, Program
 from ..states import States

@@ -8,7 +8,7 @@ in neighbouring lanes.
 import triton
 import triton.language as tl
 
-from ..bits.to_e4m3 import parts
+from ..bits.layout import parts
 from ..states import BLOCK_TOKENS
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..bits.to_e4m3 import BLOCK_TOKENS
+from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
 from ..launch import Launch, Program, aligned, signature
 from ..states import States
