@@ -20,7 +20,7 @@ run() { # name, command: its output and its JSON
 for part in "${@:-tests decode preallocated quantise prefill generate longest}"; do
     for name in $part; do
         case $name in
-        tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests ;;
+        tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests/gpu tests/kernels ;;
         decode) run decode benchmarks/decode.py --out "$folder/decode_h200.json" ;;
         preallocated) run preallocated benchmarks/preallocated.py ;;
         quantise) run quantise benchmarks/quantise.py --out "$folder/quantise_h200.json" ;;

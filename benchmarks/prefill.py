@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.prefill.attend import prefill
 
 from tq_cache.backends import quantizers
+from tq_cache.backends.calibration import calibrate
 from tq_cache.backends.triton import states_of
 from tq_cache.formats.presets import PRESETS
 from tq_cache.formats.states import PackedStates
@@ -46,7 +47,7 @@ def pack(preset: str, batch: int, past: int) -> list[PackedStates]:
     for role, fmt, smooth in (("key", chosen.key, chosen.smooth), ("value", chosen.value, 0.0)):
         x = torch.randn(batch, HEADS["kv_heads"], past, HEADS["head_dim"], device="cuda")
         x += torch.randn(HEADS["head_dim"], device="cuda") / 2
-        calibration = quantizers.calibrate(x, fmt, chosen.center, smooth, counts)
+        calibration = calibrate(x, fmt, chosen.center, smooth, counts)
         states.append(PackedStates.empty(role, fmt, x, -(-past // 64) * 64, calibration))
         quantizers.store(states[-1], x, 0)
     return states
