@@ -2,7 +2,8 @@
 
 Triton keeps the fields of a NamedTuple, nested ones too; none may be called `values` or `type`.  Triton 3.6 wants those
 that are constants, in capitals in kernels, to be flat and without a field `value`, and a name of its own for each of
-their strings and of the numbers that go into a tuple; and no None in what a jit function returns.
+their strings and of the numbers that go into a tuple; and no None in what a jit function returns, nor in what is itself
+compared with None.
 """
 
 from typing import Any, NamedTuple
@@ -48,14 +49,6 @@ class Attended(NamedTuple):
 
     out: Any
     lse: Any
-
-
-class AttendedPacked(NamedTuple):
-    """`Attended` of the packed tokens; `offset` [B, H_q, rows], base 2, or None, is to be added to `lse`."""
-
-    out: Any
-    lse: Any
-    offset: Any
 
 
 class Scales(NamedTuple):

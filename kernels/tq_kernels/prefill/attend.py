@@ -22,7 +22,7 @@ import triton
 from ..device import describe
 from ..states import States
 from . import tuning
-from .arguments import Attended, AttendedPacked
+from .arguments import Attended
 from .exact import attend_exact
 from .problem import Problem, check_exact, check_packed, expand_mask
 from .segments import attend_segments, has_fast_segments
@@ -90,5 +90,5 @@ def attend(problem: Problem, segments: bool | None = None) -> Attended:
         problem = problem._replace(rows=triton.cdiv(problem.rows, tuning.QUERY_UNIT) * tuning.QUERY_UNIT)
     rotated = rotate_query(problem)
     spans = attend_segments(problem, rotated) if segments else attend_tiles(problem, rotated)
-    out, lse = merge_spans(problem, spans, last=True)
-    return attend_exact(problem, AttendedPacked(out, lse, rotated.offset if problem.softcap is None else None))
+    packed = merge_spans(problem, spans, last=True)
+    return attend_exact(problem, packed, rotated.offset if problem.softcap is None else None)

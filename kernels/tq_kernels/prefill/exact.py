@@ -10,7 +10,7 @@ from ..attention.softmax import accumulate, begin_softmax, log_sum, weighted_mea
 from ..bits.layout import channels
 from ..launch import Launch
 from ..states import TokenSteps
-from .arguments import Attended, AttendedPacked, ExactTokenStrides, ScoreFactors
+from .arguments import Attended, ExactTokenStrides, ScoreFactors
 from .problem import Problem
 
 
@@ -53,15 +53,15 @@ def _exact_tile(
 
 @triton.jit(do_not_specialize=["count", "packed_length", "exact_length", "num_sinks", "rows"])
 def _prefill_exact_kernel(
-    query, exact_keys, exact_values, packed, mask, sink_logits, attended, count, packed_length, exact_length, num_sinks,
-    rows, factors, strides,
+    query, exact_keys, exact_values, packed, offset, mask, sink_logits, attended, count, packed_length, exact_length,
+    num_sinks, rows, factors, strides,
     DIMS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program = M queries of one query head of one sequence: goes on from the packed tokens over the exact ones.
 
-    `num_sinks` of the exact tokens stand before the packed ones.  packed: `AttendedPacked` or None; mask: `TiledMask`
-    or None; attended: `Attended`, written; factors: `ScoreFactors`; strides: `ExactTokenStrides`.  The longest rows
-    begin first.
+    `num_sinks` of the exact tokens stand before the packed ones.  packed: `Attended` or None; offset: to be added to
+    its log-sum-exps (base 2), or None; mask: `TiledMask` or None; attended: `Attended`, written; factors:
+    `ScoreFactors`; strides: `ExactTokenStrides`.  The longest rows begin first.
     """
     VALUE_DIM: tl.constexpr = DIMS.value_dim
     M: tl.constexpr = TILE.queries
@@ -71,7 +71,7 @@ def _prefill_exact_kernel(
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
     row = tile * M + tl.arange(0, M)
     inside = row < count
-    state = begin_softmax(packed, (batch * heads + head) * rows + row, inside, M, VALUE_DIM)
+    state = begin_softmax(packed, offset, (batch * heads + head) * rows + row, inside, M, VALUE_DIM)
 
     query += batch * strides.query.batch + head * strides.query.head
     q = _load_vectors(query, strides.query.token, row, count, DIMS.key_dim, False)
@@ -107,8 +107,8 @@ def _prefill_exact_kernel(
     tl.store(attended.lse + index, log_sum(state), mask=inside)
 
 
-def attend_exact(problem: Problem, packed: AttendedPacked | None) -> Attended:
-    """Output [B, H_q, S, D_v] and log-sum-exp [B, H_q, S] of all tokens."""
+def attend_exact(problem: Problem, packed: Attended | None, offset: torch.Tensor | None = None) -> Attended:
+    """Output [B, H_q, S, D_v] and log-sum-exp [B, H_q, S] of all tokens; `packed` is without `offset`."""
     query, keys, values, config = problem.query, problem.exact_keys, problem.exact_values, problem.configs.exact
     batch, heads, count, _ = query.shape
     attended = Attended(
@@ -126,7 +126,7 @@ def attend_exact(problem: Problem, packed: AttendedPacked | None) -> Attended:
         CAUSAL=problem.causal and mask is None, HOW=problem.arithmetic, TILE=config.tile,
     )  # fmt: skip
     arguments = (
-        query, keys, values, packed, mask, sink_logits, attended, count, problem.packed_length, keys.shape[2],
+        query, keys, values, packed, offset, mask, sink_logits, attended, count, problem.packed_length, keys.shape[2],
         problem.num_sinks, problem.rows, ScoreFactors(problem.scaling * LOG2E.value, float(problem.softcap or 0)),
         ExactTokenStrides(*of_vectors, mask_strides, steps),
     )  # fmt: skip

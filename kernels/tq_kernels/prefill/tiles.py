@@ -88,7 +88,7 @@ def _prefill_packed_kernel(
     if query.offset is not None:
         offset = tl.load(query.offset + index, mask=inside, other=0)
     query = RotatedQuery(q, offset)
-    state = begin_softmax(None, index, inside, M, VALUE_DIM)
+    state = begin_softmax(None, None, index, inside, M, VALUE_DIM)
     order = tile_order(VALUE.bits, N)
     scales = load_scales(pointers, begin + masked * N, order, packed_length)
     for tile in tl.range(masked, full):
