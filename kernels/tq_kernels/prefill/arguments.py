@@ -19,7 +19,7 @@ class Dims(NamedTuple):
     value_dim: int
 
 
-class Arithmetic(NamedTuple):
+class TileArithmetic(NamedTuple):
     """How a program computes.
 
     ptx, native: see `bits.to_float16.Decoders`, in whose place this may stand

@@ -7,7 +7,7 @@ import triton.language as tl
 from ..attention.masks import add_mask, mask_of, visible_span
 from ..attention.scores import LOG2E, soft_cap
 from ..attention.softmax import accumulate, begin_softmax, log_sum, weighted_mean, with_sink_logit
-from ..bits.layout import channels
+from ..bits.layout import at_head, channels
 from ..launch import Launch
 from ..states import TokenSteps
 from .arguments import Attended, ExactTokenStrides, ScoreFactors
@@ -73,10 +73,9 @@ def _prefill_exact_kernel(
     inside = row < count
     state = begin_softmax(packed, offset, (batch * heads + head) * rows + row, inside, M, VALUE_DIM)
 
-    query += batch * strides.query.batch + head * strides.query.head
-    q = _load_vectors(query, strides.query.token, row, count, DIMS.key_dim, False)
-    exact_keys += batch * strides.exact_keys.batch + kv_head * strides.exact_keys.head
-    exact_values += batch * strides.exact_values.batch + kv_head * strides.exact_values.head
+    q = _load_vectors(at_head(query, strides.query, batch, head), strides.query.token, row, count, DIMS.key_dim, False)
+    exact_keys = at_head(exact_keys, strides.exact_keys, batch, kv_head)
+    exact_values = at_head(exact_values, strides.exact_values, batch, kv_head)
     first, full, end = 0, exact_length // N, tl.cdiv(exact_length, N)
     if mask is not None:
         mask = mask_of(mask, strides.mask, batch, head, tile)
@@ -107,7 +106,7 @@ def _prefill_exact_kernel(
     tl.store(attended.lse + index, log_sum(state), mask=inside)
 
 
-def attend_exact(problem: Problem, packed: Attended | None, offset: torch.Tensor | None = None) -> Attended:
+def attend_exact_tokens(problem: Problem, packed: Attended | None, offset: torch.Tensor | None = None) -> Attended:
     """Output [B, H_q, S, D_v] and log-sum-exp [B, H_q, S] of all tokens; `packed` is without `offset`."""
     query, keys, values, config = problem.query, problem.exact_keys, problem.exact_values, problem.configs.exact
     batch, heads, count, _ = query.shape
@@ -120,7 +119,7 @@ def attend_exact(problem: Problem, packed: Attended | None, offset: torch.Tensor
     if sink_logits is not None:
         sink_logits = (sink_logits[None, :, None] if sink_logits.dim() == 1 else sink_logits).expand(query.shape[:3])
         steps = TokenSteps(*sink_logits.stride())
-    of_vectors = (TokenSteps(*x.stride()[:3]) for x in (query, keys, values))
+    of_vectors = [TokenSteps(*x.stride()[:3]) for x in (query, keys, values)]
     program = problem.program(
         _prefill_exact_kernel, config, DIMS=problem.dims, GROUP=problem.group,
         CAUSAL=problem.causal and mask is None, HOW=problem.arithmetic, TILE=config.tile,
@@ -128,7 +127,7 @@ def attend_exact(problem: Problem, packed: Attended | None, offset: torch.Tensor
     arguments = (
         query, keys, values, packed, offset, mask, sink_logits, attended, count, problem.packed_length, keys.shape[2],
         problem.num_sinks, problem.rows, ScoreFactors(problem.scaling * LOG2E.value, float(problem.softcap or 0)),
-        ExactTokenStrides(*of_vectors, mask_strides, steps),
+        ExactTokenStrides(of_vectors[0], of_vectors[1], of_vectors[2], mask_strides, steps),
     )  # fmt: skip
     Launch(program, (heads, batch, triton.cdiv(count, config.tile.queries)), arguments).run()
     return attended

@@ -11,7 +11,7 @@ from ..device import Device
 from ..launch import Program
 from ..states import States
 from . import tuning
-from .arguments import Arithmetic, Dims
+from .arguments import Dims, TileArithmetic
 
 
 class Problem(NamedTuple):
@@ -55,8 +55,8 @@ class Problem(NamedTuple):
         return "tf32x3" if self.device.is_nvidia and self.device.capability >= (8, 0) else "ieee"
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        return Arithmetic(*decoders(self.device), self.precision, self.softcap is not None)
+    def arithmetic(self) -> TileArithmetic:
+        return TileArithmetic(*decoders(self.device), self.precision, self.softcap is not None)
 
     @property
     def formats(self) -> dict[str, Any]:
