@@ -103,8 +103,8 @@ def load_value_plane(
     ROW: tl.constexpr = _units(BLOCK_TOKENS, BITS, PLANE, WORDS)
     BLOCK: tl.constexpr = BLOCK_TOKENS * DIM * BITS // 8 // _unit(PLANE, WORDS)
     unit, channel = tl.arange(0, _units(N, BITS, PLANE, WORDS)), tl.arange(0, CHANNELS)
-    place = (channel * ROW)[:, None] + (unit // ROW * BLOCK + unit % ROW)[None, :]
-    pointer = _plane(base, start, DIM, BITS, PLANE, WORDS) + place
+    offset = (channel * ROW)[:, None] + (unit // ROW * BLOCK + unit % ROW)[None, :]
+    pointer = _plane(base, start, DIM, BITS, PLANE, WORDS) + offset
     inside = (channel < DIM)[:, None]
     if MASKED:
         return tl.load(pointer, mask=inside & (unit // ROW + start // BLOCK_TOKENS < blocks)[None, :], other=0)

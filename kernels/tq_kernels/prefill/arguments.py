@@ -2,8 +2,8 @@
 
 Triton keeps the fields of a NamedTuple, nested ones too; none may be called `values` or `type`.  Triton 3.6 wants those
 that are constants, in capitals in kernels, to be flat and without a field `value`, and a name of its own for each of
-their strings and of the numbers that go into a tuple; and no None in what a jit function returns, nor in what is itself
-compared with None.
+their strings and of the numbers that go into a tuple.  It wants no None in what a jit function returns, nor in what is
+itself compared with None, and no other name for strides, of which some may be 1.
 """
 
 from typing import Any, NamedTuple

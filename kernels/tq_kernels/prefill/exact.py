@@ -95,9 +95,9 @@ def _prefill_exact_kernel(
             factors, strides, DIMS, CAUSAL, HOW, N, False,
         )  # fmt: skip
     if sink_logits is not None:
-        steps = strides.sink_logits
-        sink_logits += batch * steps.batch + head * steps.head + row * steps.token
-        state = with_sink_logit(state, tl.load(sink_logits, mask=inside, other=float("-inf")))
+        of_head = batch * strides.sink_logits.batch + head * strides.sink_logits.head
+        logit = sink_logits + (of_head + row * strides.sink_logits.token)
+        state = with_sink_logit(state, tl.load(logit, mask=inside, other=float("-inf")))
     index = (batch * heads + head) * count + row
     channel = tl.arange(0, channels(VALUE_DIM))
     used = inside[:, None] & (channel < VALUE_DIM)[None, :]
