@@ -2,8 +2,8 @@
 
 Triton keeps the fields of a NamedTuple, nested ones too; none may be called `values` or `type`.  Triton 3.6 wants those
 that are constants, in capitals in kernels, to be flat and without a field `value`, and a name of its own for each of
-their strings and of the numbers that go into a tuple.  It wants no None in what a jit function returns, nor in what is
-itself compared with None, and no other name for strides, of which some may be 1.
+their strings and of the numbers that go into a tuple.  It takes no None in what a jit function returns, nor in what is
+itself compared with None, and forgets a stride of 1 behind a None once what holds both has been handed on.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class PackedTokenStrides(NamedTuple):
 
     key: PackedStrides
     value: PackedStrides
-    mask: MaskStrides | None = None
+    mask: MaskStrides | tuple[()] = ()
 
 
 class ExactTokenStrides(NamedTuple):
@@ -87,5 +87,5 @@ class ExactTokenStrides(NamedTuple):
     query: TokenSteps
     exact_keys: TokenSteps
     exact_values: TokenSteps
-    mask: MaskStrides | None
+    mask: MaskStrides | tuple[()]
     sink_logits: TokenSteps

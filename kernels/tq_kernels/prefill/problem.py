@@ -77,10 +77,10 @@ class Problem(NamedTuple):
 
     def tiled_mask(
         self, config: tuning.LaunchConfig, length: int, boundary: int, shift: int
-    ) -> tuple[TiledMask | None, MaskStrides | None]:
-        """The mask and its strides, for `length` tokens that stand where `classify` says."""
+    ) -> tuple[TiledMask | None, MaskStrides | tuple[()]]:
+        """The mask and its strides, if there is one, for `length` tokens that stand where `classify` says."""
         if self.mask is None:
-            return None, None
+            return None, ()
         return classify(self.mask, length, boundary, shift, config.tile.queries, config.tile.tokens, self.device)
 
     def program(self, kernel: Any, config: tuning.LaunchConfig, **constants: Any) -> Program:
