@@ -22,10 +22,11 @@ from kernel_harness import (
 
 from tq_cache.formats.presets import resolve_preset
 
-# Preset, dtype, and what is asked for; in float32 everything.
-COMPILED = [("4bit_nc", "bf16", {}), ("tq4", "bf16", dict(mask=True)), ("3bit_nc", "bf16", dict(segments=True))]
+# Preset, dtype, and what is asked for; in float32 everything.  The first ones are all kernels.
+COMPILED = [("tq4", "bf16", dict(mask=True)), ("3bit_nc", "bf16", dict(segments=True))]
 ALL_COMPILED = [
     *COMPILED,
+    ("4bit_nc", "bf16", {}),
     ("tq4", "fp32", dict(mask=True, softcap=3.0, sink_logits=True)),
     ("tq4", "fp16", dict(softcap=3.0)),
     ("3bit_nc", "fp16", {}),
@@ -37,23 +38,22 @@ ALL_COMPILED = [
 
 
 def compile_all(target: str, full: str) -> None:
+    """What a target can convert and multiply does not depend on the size of heads, and what compiling takes does."""
+    dim = 128 if (target, full) == ("sm_90", "full") else 32
     for preset, dtype, options in ALL_COMPILED if full == "full" else COMPILED:
-        names = _compile(target, resolve_preset(preset), DTYPES[dtype], **options)
+        names = _compile(target, resolve_preset(preset), DTYPES[dtype], dim, **options)
         print_line(preset, dtype, list(options), names)
 
 
-def _compile(target, preset, dtype, mask=False, softcap=None, sink_logits=False, segments=False) -> list[str]:
-    """Compiles all that a prefill launches, and returns the names; on GPUs other than an H200 with small heads.
-
-    What a target can convert and multiply does not depend on the size of heads, and what compiling takes does.
-    """
+def _compile(target, preset, dtype, dim, mask=False, softcap=None, sink_logits=False, segments=False) -> list[str]:
+    """Compiles all that a prefill launches, and returns the names."""
     from tq_kernels.prefill.attend import attend
     from tq_kernels.prefill.problem import Problem
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    dim, queries, packed = 128 if target == "sm_90" else 32, 100, 2112 if segments else 256
+    queries, packed = 100, 2112 if segments else 256
     key, value = (
         empty_states(role, fmt, dim, packed, preset.center)
         for role, fmt in (("key", preset.key), ("value", preset.value))

@@ -21,12 +21,12 @@ def interpret(*names: str) -> None:
     torch.set_num_threads(1)
     tuning.SEGMENT, tuning.SEGMENT_UNIT, tuning.QUERY_UNIT = 128, 64, 16
     segments._cudnn_attention = _plain_attention
-    packed_splits = tuning.packed_splits
+    prefill_splits = tuning.prefill_splits
     for name in names:
         case = CASES[name]
         config = tuning.LaunchConfig(tuning.Tile(16, case.tokens or 64), 4)
         tuning.choose_packed = lambda *_, config=config: config
-        tuning.packed_splits = (lambda *_, splits=case.splits: splits) if case.splits else packed_splits
+        tuning.prefill_splits = (lambda *_, splits=case.splits: splits) if case.splits else prefill_splits
         query, view = case.query(), case.view()
         options = case.options(view.length)
         print_line(name, *ratios(*run_kernel(case, query, view, **options), expect(query, view, **options)))

@@ -1,4 +1,4 @@
-"""What the launches of decode share: scores (in base 2) before the softmax, masks, lengths."""
+"""Scores (in base 2) before the softmax: soft cap, masks, and how many tokens there are."""
 
 import triton
 import triton.language as tl
@@ -21,16 +21,16 @@ def soft_cap(s, softcap):
 
 
 @triton.jit
-def load_mask(mask, base, columns, stride, place, inside, AXIS: tl.constexpr, MASK: tl.constexpr):
-    """The mask of tokens `place` for scores that have tokens along `AXIS` and columns along the other one.
+def load_mask(mask, base, columns, step, token, inside, AXIS: tl.constexpr, MASK: tl.constexpr):
+    """The mask of tokens, the first of all 0, for scores that have tokens along `AXIS` and columns along the other one.
 
-    `base` is where one mask for all columns begins, `columns` where those of each column do.
+    `base` is where one mask for all columns begins, `columns` where those of each column do, `step` the next token.
     """
     if MASK == ROW_MASK:
-        return tl.expand_dims(tl.load(mask + base + place * stride, mask=inside, other=0), 1 - AXIS)
+        return tl.expand_dims(tl.load(mask + base + token * step, mask=inside, other=0), 1 - AXIS)
     elif MASK == FULL_MASK:
-        places = mask + tl.expand_dims(columns, AXIS) + tl.expand_dims(place * stride, 1 - AXIS)
-        return tl.load(places, mask=tl.expand_dims(inside, 1 - AXIS), other=0)
+        pointer = mask + tl.expand_dims(columns, AXIS) + tl.expand_dims(token * step, 1 - AXIS)
+        return tl.load(pointer, mask=tl.expand_dims(inside, 1 - AXIS), other=0)
     else:
         return inside  # is not looked at
 
@@ -47,10 +47,10 @@ def apply_mask(s, m, MASK: tl.constexpr):
 
 
 @triton.jit
-def lengths_now(total, tail, packed, residual):
-    """Exact and packed tokens: as given, or as `total` on the device says (`tq_cache/static_parts.py`)."""
-    if total is not None:
-        count = tl.load(total).to(tl.int32)
-        packed = tl.cdiv(tl.maximum(count - residual, 0), BLOCK_TOKENS) * BLOCK_TOKENS
-        tail = count - packed
-    return tail, packed
+def lengths_now(num_tokens, tail_length, packed_length, residual_length):
+    """Tokens in the tail and packed: as given, or as `num_tokens` on the device says, of a preallocated layer."""
+    if num_tokens is not None:
+        count = tl.load(num_tokens).to(tl.int32)
+        packed_length = tl.cdiv(tl.maximum(count - residual_length, 0), BLOCK_TOKENS) * BLOCK_TOKENS
+        tail_length = count - packed_length
+    return tail_length, packed_length

@@ -23,16 +23,16 @@ class SoftmaxState(NamedTuple):
 
 
 @triton.jit
-def begin_softmax(packed, index, inside, M: tl.constexpr, DIM: tl.constexpr):
-    """State after the packed tokens, from outputs and log-sum-exps without `offset`; before any token if None."""
+def begin_softmax(packed, offset, index, inside, M: tl.constexpr, DIM: tl.constexpr):
+    """State after the packed tokens, whose log-sum-exps are without `offset` (base 2); before any token if None."""
     CHANNELS: tl.constexpr = channels(DIM)
     if packed is None:
         zeros = tl.zeros((M,), tl.float32)
         return SoftmaxState(tl.full((M,), -1e30, tl.float32), zeros, tl.zeros((M, CHANNELS), tl.float32))
     else:
         lse = tl.load(packed.lse + index, mask=inside, other=0) * LOG2E
-        if packed.offset is not None:
-            lse += tl.load(packed.offset + index, mask=inside, other=0)
+        if offset is not None:
+            lse += tl.load(offset + index, mask=inside, other=0)
         total = tl.where(lse == float("-inf"), 0.0, 256.0)  # 2 ** P_SHIFT
         channel = tl.arange(0, CHANNELS)
         used = inside[:, None] & (channel < DIM)[None, :]

@@ -38,6 +38,12 @@ def channels(head_dim):
     return max(triton.next_power_of_2(head_dim), 16)
 
 
+@triton.jit
+def at_head(base, steps, batch, head):
+    """Where a head of a sequence begins."""
+    return base + batch * steps.batch + head * steps.head
+
+
 # --- Loads.  `base` is where the first block of a sequence and KV head is; `start`, a multiple of BLOCK_TOKENS, is a
 # scalar, and all else about an address the same for every tile.
 # MASKED: give zeros beyond the last of `blocks`; else nothing may lie there.
@@ -97,8 +103,8 @@ def load_value_plane(
     ROW: tl.constexpr = _units(BLOCK_TOKENS, BITS, PLANE, WORDS)
     BLOCK: tl.constexpr = BLOCK_TOKENS * DIM * BITS // 8 // _unit(PLANE, WORDS)
     unit, channel = tl.arange(0, _units(N, BITS, PLANE, WORDS)), tl.arange(0, CHANNELS)
-    place = (channel * ROW)[:, None] + (unit // ROW * BLOCK + unit % ROW)[None, :]
-    pointer = _plane(base, start, DIM, BITS, PLANE, WORDS) + place
+    offset = (channel * ROW)[:, None] + (unit // ROW * BLOCK + unit % ROW)[None, :]
+    pointer = _plane(base, start, DIM, BITS, PLANE, WORDS) + offset
     inside = (channel < DIM)[:, None]
     if MASKED:
         return tl.load(pointer, mask=inside & (unit // ROW + start // BLOCK_TOKENS < blocks)[None, :], other=0)
@@ -114,10 +120,11 @@ def load_value_planes(
     WORDS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """All planes of N values from `start`."""
-    planes = (load_value_plane(base, start, blocks, N, DIM, CHANNELS, BITS, 0, WORDS, MASKED),)
+    first = load_value_plane(base, start, blocks, N, DIM, CHANNELS, BITS, 0, WORDS, MASKED)
     if BITS == 3:
-        planes = planes + (load_value_plane(base, start, blocks, N, DIM, CHANNELS, BITS, 1, WORDS, MASKED),)
-    return planes
+        return first, load_value_plane(base, start, blocks, N, DIM, CHANNELS, BITS, 1, WORDS, MASKED)
+    else:
+        return (first,)
 
 
 # --- Parts side by side, and what their columns are.
@@ -152,9 +159,11 @@ def tile_order(BITS: tl.constexpr, N: tl.constexpr):
 
 @triton.constexpr_function
 def ptx_high_half():
-    # Moves the high half of s to the low one, faster than a shift: where the GPU shifts it also permutes, but it
-    # multiplies elsewhere.  Times 1.0 keeps every float16 that is neither infinite nor NaN, and selectors are not,
-    # their bit 11 being 0.
+    """PTX: moves the high half of s to the low one, faster than a shift.
+
+    Where the GPU shifts it also permutes, but it multiplies elsewhere.  Times 1.0 keeps every float16 that is neither
+    infinite nor NaN, and selectors are not, their bit 11 being 0.
+    """
     return "{ .reg .b16 l, h, o; mov.b32 {l, h}, s; mov.b16 o, 0x3C00; mul.rn.f16 l, h, o; mov.b32 s, {l, l}; }"
 
 

@@ -109,7 +109,7 @@ def _plain_code(planes, PART: tl.constexpr, INDEX: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def _plain(planes, BITS: tl.constexpr, TABLE: tl.constexpr):
+def _plain_words(planes, BITS: tl.constexpr, TABLE: tl.constexpr):
     """What the PTX gives, in plain Triton: for the interpreter and for AMD."""
     x = ()
     for part in tl.static_range(parts(BITS)):
@@ -127,7 +127,7 @@ def _decode_words(planes, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.const
     if PTX:
         x = tl.inline_asm_elementwise(_ptx(BITS, TABLE, NATIVE), _constraints(BITS), planes, _halves(BITS), True, 1)
     else:
-        x = _plain(planes, BITS, TABLE)
+        x = _plain_words(planes, BITS, TABLE)
     y = side_by_side(_four(x, 0), _four(x, 1))
     if BITS != 4:
         y = side_by_side(y, side_by_side(_four(x, 2), _four(x, 3)))
@@ -171,10 +171,12 @@ def load_keys(
     BITS: tl.constexpr = CODE.bits
     WORDS: tl.constexpr = BITS != 8
     WIDTH: tl.constexpr = part_width(DIM, BITS)
-    planes = (load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 0, WORDS, MASKED),)
+    first = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 0, WORDS, MASKED)
     if BITS == 3:
-        planes = planes + (load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 1, WORDS, MASKED),)
-    return _decode(planes, CODE, MODE)
+        second = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 1, WORDS, MASKED)
+        return _decode((first, second), CODE, MODE)
+    else:
+        return _decode((first,), CODE, MODE)
 
 
 @triton.jit

@@ -36,11 +36,12 @@ def load_key_rows(
     # are so short that the order of the loads matters more.
     token = tl.arange(0, TILE)
     row = to_rows(token, SLOTS, REPEATS)
-    planes = (load_key_plane(base, start, row, blocks, HEAD_DIM, WIDTH, BITS, 0, False, MASKED),)
+    first = load_key_plane(base, start, row, blocks, HEAD_DIM, WIDTH, BITS, 0, False, MASKED)
     if BITS == 3:
         second = load_key_plane(base, start, token, blocks, HEAD_DIM, WIDTH, BITS, 1, False, MASKED)
-        planes = planes + (to_rows(second, SLOTS, REPEATS),)
-    return planes
+        return first, to_rows(second, SLOTS, REPEATS)
+    else:
+        return (first,)
 
 
 @triton.jit

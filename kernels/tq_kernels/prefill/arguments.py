@@ -2,7 +2,8 @@
 
 Triton keeps the fields of a NamedTuple, nested ones too; none may be called `values` or `type`.  Triton 3.6 wants those
 that are constants, in capitals in kernels, to be flat and without a field `value`, and a name of its own for each of
-their strings and of the numbers that go into a tuple; and no None in what a jit function returns.
+their strings and of the numbers that go into a tuple.  It takes no None in what a jit function returns, nor in what is
+itself compared with None, and forgets a stride of 1 behind a None once what holds both has been handed on.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ class Dims(NamedTuple):
     value_dim: int
 
 
-class Arithmetic(NamedTuple):
+class TileArithmetic(NamedTuple):
     """How a program computes.
 
     ptx, native: see `bits.to_float16.Decoders`, in whose place this may stand
@@ -50,14 +51,6 @@ class Attended(NamedTuple):
     lse: Any
 
 
-class AttendedPacked(NamedTuple):
-    """`Attended` of the packed tokens; `offset` [B, H_q, rows], base 2, or None, is to be added to `lse`."""
-
-    out: Any
-    lse: Any
-    offset: Any
-
-
 class Scales(NamedTuple):
     """Of keys and values: pointers of a KV head, or what is loaded of a tile."""
 
@@ -85,7 +78,7 @@ class PackedTokenStrides(NamedTuple):
 
     key: PackedStrides
     value: PackedStrides
-    mask: MaskStrides | None = None
+    mask: MaskStrides | tuple[()] = ()
 
 
 class ExactTokenStrides(NamedTuple):
@@ -94,5 +87,5 @@ class ExactTokenStrides(NamedTuple):
     query: TokenSteps
     exact_keys: TokenSteps
     exact_values: TokenSteps
-    mask: MaskStrides | None
+    mask: MaskStrides | tuple[()]
     sink_logits: TokenSteps

@@ -22,8 +22,8 @@ import triton
 from ..device import describe
 from ..states import States
 from . import tuning
-from .arguments import Attended, AttendedPacked
-from .exact import attend_exact
+from .arguments import Attended
+from .exact import attend_exact_tokens
 from .problem import Problem, check_exact, check_packed, expand_mask
 from .segments import attend_segments, has_fast_segments
 from .spaces import merge_spans, rotate_query
@@ -83,12 +83,12 @@ def prefill(
 def attend(problem: Problem, segments: bool | None = None) -> Attended:
     """`prefill` of a problem: launch after launch."""
     if problem.packed_length == 0:
-        return attend_exact(problem, None)
+        return attend_exact_tokens(problem, None)
     if segments is None:
         segments = has_fast_segments(problem)
     if segments:
         problem = problem._replace(rows=triton.cdiv(problem.rows, tuning.QUERY_UNIT) * tuning.QUERY_UNIT)
     rotated = rotate_query(problem)
     spans = attend_segments(problem, rotated) if segments else attend_tiles(problem, rotated)
-    out, lse = merge_spans(problem, spans, last=True)
-    return attend_exact(problem, AttendedPacked(out, lse, rotated.offset if problem.softcap is None else None))
+    packed = merge_spans(problem, spans, last=True)
+    return attend_exact_tokens(problem, packed, rotated.offset if problem.softcap is None else None)

@@ -7,10 +7,10 @@ import triton.language as tl
 from ..attention.masks import add_mask, mask_of, visible_span
 from ..attention.scores import LOG2E, soft_cap
 from ..attention.softmax import accumulate, begin_softmax, log_sum, weighted_mean, with_sink_logit
-from ..bits.layout import channels
+from ..bits.layout import at_head, channels
 from ..launch import Launch
 from ..states import TokenSteps
-from .arguments import Attended, AttendedPacked, ExactTokenStrides, ScoreFactors
+from .arguments import Attended, ExactTokenStrides, ScoreFactors
 from .problem import Problem
 
 
@@ -53,15 +53,15 @@ def _exact_tile(
 
 @triton.jit(do_not_specialize=["count", "packed_length", "exact_length", "num_sinks", "rows"])
 def _prefill_exact_kernel(
-    query, exact_keys, exact_values, packed, mask, sink_logits, attended, count, packed_length, exact_length, num_sinks,
-    rows, factors, strides,
+    query, exact_keys, exact_values, packed, offset, mask, sink_logits, attended, count, packed_length, exact_length,
+    num_sinks, rows, factors, strides,
     DIMS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program = M queries of one query head of one sequence: goes on from the packed tokens over the exact ones.
 
-    `num_sinks` of the exact tokens stand before the packed ones.  packed: `AttendedPacked` or None; mask: `TiledMask`
-    or None; attended: `Attended`, written; factors: `ScoreFactors`; strides: `ExactTokenStrides`.  The longest rows
-    begin first.
+    `num_sinks` of the exact tokens stand before the packed ones.  packed: `Attended` or None; offset: to be added to
+    its log-sum-exps (base 2), or None; mask: `TiledMask` or None; attended: `Attended`, written; factors:
+    `ScoreFactors`; strides: `ExactTokenStrides`.  The longest rows begin first.
     """
     VALUE_DIM: tl.constexpr = DIMS.value_dim
     M: tl.constexpr = TILE.queries
@@ -71,12 +71,11 @@ def _prefill_exact_kernel(
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
     row = tile * M + tl.arange(0, M)
     inside = row < count
-    state = begin_softmax(packed, (batch * heads + head) * rows + row, inside, M, VALUE_DIM)
+    state = begin_softmax(packed, offset, (batch * heads + head) * rows + row, inside, M, VALUE_DIM)
 
-    query += batch * strides.query.batch + head * strides.query.head
-    q = _load_vectors(query, strides.query.token, row, count, DIMS.key_dim, False)
-    exact_keys += batch * strides.exact_keys.batch + kv_head * strides.exact_keys.head
-    exact_values += batch * strides.exact_values.batch + kv_head * strides.exact_values.head
+    q = _load_vectors(at_head(query, strides.query, batch, head), strides.query.token, row, count, DIMS.key_dim, False)
+    exact_keys = at_head(exact_keys, strides.exact_keys, batch, kv_head)
+    exact_values = at_head(exact_values, strides.exact_values, batch, kv_head)
     first, full, end = 0, exact_length // N, tl.cdiv(exact_length, N)
     if mask is not None:
         mask = mask_of(mask, strides.mask, batch, head, tile)
@@ -96,9 +95,9 @@ def _prefill_exact_kernel(
             factors, strides, DIMS, CAUSAL, HOW, N, False,
         )  # fmt: skip
     if sink_logits is not None:
-        steps = strides.sink_logits
-        sink_logits += batch * steps.batch + head * steps.head + row * steps.token
-        state = with_sink_logit(state, tl.load(sink_logits, mask=inside, other=float("-inf")))
+        of_head = batch * strides.sink_logits.batch + head * strides.sink_logits.head
+        logit = sink_logits + (of_head + row * strides.sink_logits.token)
+        state = with_sink_logit(state, tl.load(logit, mask=inside, other=float("-inf")))
     index = (batch * heads + head) * count + row
     channel = tl.arange(0, channels(VALUE_DIM))
     used = inside[:, None] & (channel < VALUE_DIM)[None, :]
@@ -107,8 +106,8 @@ def _prefill_exact_kernel(
     tl.store(attended.lse + index, log_sum(state), mask=inside)
 
 
-def attend_exact(problem: Problem, packed: AttendedPacked | None) -> Attended:
-    """Output [B, H_q, S, D_v] and log-sum-exp [B, H_q, S] of all tokens."""
+def attend_exact_tokens(problem: Problem, packed: Attended | None, offset: torch.Tensor | None = None) -> Attended:
+    """Output [B, H_q, S, D_v] and log-sum-exp [B, H_q, S] of all tokens; `packed` is without `offset`."""
     query, keys, values, config = problem.query, problem.exact_keys, problem.exact_values, problem.configs.exact
     batch, heads, count, _ = query.shape
     attended = Attended(
@@ -120,15 +119,15 @@ def attend_exact(problem: Problem, packed: AttendedPacked | None) -> Attended:
     if sink_logits is not None:
         sink_logits = (sink_logits[None, :, None] if sink_logits.dim() == 1 else sink_logits).expand(query.shape[:3])
         steps = TokenSteps(*sink_logits.stride())
-    of_vectors = (TokenSteps(*x.stride()[:3]) for x in (query, keys, values))
+    of_vectors = [TokenSteps(*x.stride()[:3]) for x in (query, keys, values)]
     program = problem.program(
         _prefill_exact_kernel, config, DIMS=problem.dims, GROUP=problem.group,
         CAUSAL=problem.causal and mask is None, HOW=problem.arithmetic, TILE=config.tile,
     )  # fmt: skip
     arguments = (
-        query, keys, values, packed, mask, sink_logits, attended, count, problem.packed_length, keys.shape[2],
+        query, keys, values, packed, offset, mask, sink_logits, attended, count, problem.packed_length, keys.shape[2],
         problem.num_sinks, problem.rows, ScoreFactors(problem.scaling * LOG2E.value, float(problem.softcap or 0)),
-        ExactTokenStrides(*of_vectors, mask_strides, steps),
+        ExactTokenStrides(of_vectors[0], of_vectors[1], of_vectors[2], mask_strides, steps),
     )  # fmt: skip
     Launch(program, (heads, batch, triton.cdiv(count, config.tile.queries)), arguments).run()
     return attended

@@ -11,7 +11,7 @@ from ..device import Device
 from ..launch import Program
 from ..states import States
 from . import tuning
-from .arguments import Arithmetic, Dims
+from .arguments import Dims, TileArithmetic
 
 
 class Problem(NamedTuple):
@@ -55,8 +55,8 @@ class Problem(NamedTuple):
         return "tf32x3" if self.device.is_nvidia and self.device.capability >= (8, 0) else "ieee"
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        return Arithmetic(*decoders(self.device), self.precision, self.softcap is not None)
+    def arithmetic(self) -> TileArithmetic:
+        return TileArithmetic(*decoders(self.device), self.precision, self.softcap is not None)
 
     @property
     def formats(self) -> dict[str, Any]:
@@ -77,10 +77,10 @@ class Problem(NamedTuple):
 
     def tiled_mask(
         self, config: tuning.LaunchConfig, length: int, boundary: int, shift: int
-    ) -> tuple[TiledMask | None, MaskStrides | None]:
-        """The mask and its strides, for `length` tokens that stand where `classify` says."""
+    ) -> tuple[TiledMask | None, MaskStrides | tuple[()]]:
+        """The mask and its strides, if there is one, for `length` tokens that stand where `classify` says."""
         if self.mask is None:
-            return None, None
+            return None, ()
         return classify(self.mask, length, boundary, shift, config.tile.queries, config.tile.tokens, self.device)
 
     def program(self, kernel: Any, config: tuning.LaunchConfig, **constants: Any) -> Program:

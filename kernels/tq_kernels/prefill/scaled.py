@@ -3,25 +3,20 @@
 import triton
 import triton.language as tl
 
+from ..bits.layout import at_head
 from ..bits.to_float16 import load_keys, load_values
 from .arguments import Scales, ScalesAndZero
 
 
 @triton.jit
-def head_pointer(x, strides, batch, head):
-    """Where a head of a sequence begins."""
-    return x + batch * strides.batch + head * strides.head
-
-
-@triton.jit
 def scale_pointers(key, value, batch, head, strides):
     """Where the scales of keys, scales of values and zeros of values (if any) of a KV head are."""
-    key_scale = head_pointer(key.scale, strides.key.scale, batch, head)
-    value_scale = head_pointer(value.scale, strides.value.scale, batch, head)
+    key_scale = at_head(key.scale, strides.key.scale, batch, head)
+    value_scale = at_head(value.scale, strides.value.scale, batch, head)
     if value.zero is None:
         return Scales(key_scale, value_scale)
     else:
-        return ScalesAndZero(key_scale, value_scale, head_pointer(value.zero, strides.value.scale, batch, head))
+        return ScalesAndZero(key_scale, value_scale, at_head(value.zero, strides.value.scale, batch, head))
 
 
 @triton.jit

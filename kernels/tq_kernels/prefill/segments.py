@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from ..attention.scores import LOG2E
-from ..bits.layout import BLOCK_TOKENS, channels, part_width, parts, tile_order
+from ..bits.layout import BLOCK_TOKENS, at_head, channels, part_width, parts, tile_order
 from ..bits.to_float16 import decoders
 from ..launch import Launch, Program
 from . import tuning
 from .arguments import Attended, PackedTokenStrides, RotatedQuery
 from .problem import Problem
-from .scaled import head_pointer, load_scaled_keys, load_scaled_values, load_scales, scale_pointers
+from .scaled import load_scaled_keys, load_scaled_values, load_scales, scale_pointers
 from .spaces import merge_spans
 from .tiles import attend_tiles
 
@@ -38,9 +38,9 @@ def dequantize_segment_kernel(
     order, start = tile_order(VALUE.bits, BLOCK_TOKENS), (first_block + tl.program_id(0)) * BLOCK_TOKENS
     pointers = scale_pointers(key, value, batch, head, strides)
     scales = load_scales(pointers, start, order, start + BLOCK_TOKENS)
-    key_packed = head_pointer(key.packed, strides.key.packed, batch, head)
+    key_packed = at_head(key.packed, strides.key.packed, batch, head)
     k = load_scaled_keys(key_packed, start, order, 0, scales.key, DIM, KEY, MODE, DTYPE, False)
-    value_packed = head_pointer(value.packed, strides.value.packed, batch, head)
+    value_packed = at_head(value.packed, strides.value.packed, batch, head)
     v = load_scaled_values(value_packed, start, 0, scales, BLOCK_TOKENS, VALUE_DIM, VALUE, MODE, DTYPE, False)
     if scales.value.dtype == tl.float32:
         v *= scales.value.to(DTYPE)
@@ -86,7 +86,7 @@ def _dequantize(problem: Problem, start: int, count: int) -> tuple[torch.Tensor,
     keys = problem.empty(batch, kv_heads, count, problem.key_width)
     values = problem.empty(batch, kv_heads, count, problem.dims.value_dim)
     strides = PackedTokenStrides(key.layout.read_strides, value.layout.read_strides)
-    constants, options = problem.formats | dict(MODE=decoders(problem.device)), dict(num_warps=tuning.DEQUANTIZE_WARPS)
+    constants, options = problem.formats | dict(MODE=decoders(problem.device)), dict(num_warps=tuning.SEGMENT_WARPS)
     program = Program(dequantize_segment_kernel, problem.device, constants, options)
     arguments = (key.read, value.read, keys, values, start // BLOCK_TOKENS.value, strides)
     Launch(program, (count // BLOCK_TOKENS.value, kv_heads, batch), arguments).run()

@@ -10,12 +10,12 @@ import triton.language as tl
 from ..attention.masks import add_mask, mask_of, visible_span
 from ..attention.scores import soft_cap
 from ..attention.softmax import accumulate, begin_softmax, log_sum, weighted_mean
-from ..bits.layout import BLOCK_TOKENS, channels, part_width, parts, tile_order
+from ..bits.layout import BLOCK_TOKENS, at_head, channels, part_width, parts, tile_order
 from ..launch import Launch
 from . import tuning
 from .arguments import Attended, PackedTokenStrides, RotatedQuery
 from .problem import Problem
-from .scaled import head_pointer, load_scaled_keys, load_scaled_values, load_scales, scale_pointers
+from .scaled import load_scaled_keys, load_scaled_values, load_scales, scale_pointers
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def _prefill_packed_kernel(
         masked = tl.maximum(first, tl.minimum(tail, end))
     full = tl.maximum(masked, tl.minimum(end, (packed_length - begin) // N))
     packed = (
-        head_pointer(key.packed, strides.key.packed, batch, kv_head),
-        head_pointer(value.packed, strides.value.packed, batch, kv_head),
+        at_head(key.packed, strides.key.packed, batch, kv_head),
+        at_head(value.packed, strides.value.packed, batch, kv_head),
     )
     pointers = scale_pointers(key, value, batch, kv_head, strides)
 
@@ -88,7 +88,7 @@ def _prefill_packed_kernel(
     if query.offset is not None:
         offset = tl.load(query.offset + index, mask=inside, other=0)
     query = RotatedQuery(q, offset)
-    state = begin_softmax(None, index, inside, M, VALUE_DIM)
+    state = begin_softmax(None, None, index, inside, M, VALUE_DIM)
     order = tile_order(VALUE.bits, N)
     scales = load_scales(pointers, begin + masked * N, order, packed_length)
     for tile in tl.range(masked, full):
@@ -127,7 +127,7 @@ def attend_tiles(problem: Problem, rotated: RotatedQuery, first: int = 0) -> lis
     assert key is not None and value is not None
     config = tuning.choose_packed(problem.configs, count, problem.is_float8)
     blocks = triton.cdiv(count, config.tile.queries)
-    splits = 1 if first else tuning.packed_splits(blocks * heads * batch, packed_length, problem.device)
+    splits = 1 if first else tuning.prefill_splits(blocks * heads * batch, packed_length, problem.device)
     spans = Attended(
         problem.empty(splits, batch, heads, rows, problem.dims.value_dim),
         problem.empty(splits, batch, heads, rows, dtype=torch.float32),

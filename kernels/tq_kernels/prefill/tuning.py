@@ -9,7 +9,7 @@ SEGMENT = 8192  # tokens; with twice as many the 2,048 queries of benchmarks/pre
 SEGMENT_UNIT, QUERY_UNIT = 2048, 256  # sizes that cuDNN sees are multiples of these: each new one takes it 33 ms [H200]
 SEGMENT_QUERIES, FLOAT8_SEGMENT_QUERIES = 256, 512  # with fewer queries, tiles; both in float8, which tiles like
 MERGED = 4  # segments that are joined at a time
-DEQUANTIZE_WARPS = 4
+SEGMENT_WARPS = 4
 
 
 class Tile(NamedTuple):
@@ -73,7 +73,7 @@ def choose_packed(configs: LaunchConfigs, queries: int, float8: bool) -> LaunchC
     return FLOAT8_PACKED if float8 else configs.packed
 
 
-def packed_splits(programs: int, tokens: int, device: Device) -> int:
+def prefill_splits(programs: int, tokens: int, device: Device) -> int:
     """1, 2, 4, 8 or 16 splits of at least 1,024 tokens, about enough that every multiprocessor has two programs."""
     wanted = max(1, min(2 * device.multiprocessors // programs, tokens // 1024, 16))
     return 1 << (wanted.bit_length() - 1)
