@@ -1,4 +1,7 @@
-"""What every kernel takes: the packed keys, or values, of one layer, as plain tensors and numbers."""
+"""What every kernel takes: the packed keys, or values, of one layer, as plain tensors and numbers.
+
+Kernels take NamedTuples, whose fields Triton keeps, nested ones too: `strides.key.scale.head`.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,8 +14,66 @@ from .launch import aligned
 BLOCK_TOKENS = 64
 E4M3, E5M2 = (0, 0), (5, 0)  # in place of a table, for codes of 8 bits
 
-# How the stored factor follows from a vector (`tq_cache.presets.Format.scale`).
+# How the stored factor follows from a vector (`tq_cache.formats.presets.Format.scale`).
 PER_HEAD, NORM, UNBIASED, LEAST_SQUARES, MIN_MAX = range(5)
+
+
+class Code(NamedTuple):
+    """How codes become numbers: eight table bytes as two 32-bit words; of 8 bits there is none, but E4M3 or E5M2."""
+
+    bits: int
+    table: tuple[int, int]
+
+
+class PairSteps(NamedTuple):
+    """Strides to the next sequence and to the next head."""
+
+    batch: int
+    head: int
+
+
+class TokenSteps(NamedTuple):
+    """Strides to the next sequence, head and token of vectors [B, H, T, D]."""
+
+    batch: int
+    head: int
+    token: int
+
+
+class PackedStrides(NamedTuple):
+    """Of what `Packed` holds.  Attention steps through zeros as through scales, `States.check` sees to that."""
+
+    packed: PairSteps
+    scale: PairSteps
+    zero: PairSteps | None = None
+
+
+class Packed(NamedTuple):
+    """Packed states as attention reads them: `scale` per token, or float32 [B, H_kv, 1, 1] (float8); zeros or None."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+
+class Transform(NamedTuple):
+    """From the model's vectors to those that are coded: (x - center) / smooth @ rotation.T, each of them or None."""
+
+    rotation: torch.Tensor | None
+    smooth: torch.Tensor | None
+    center: torch.Tensor | None
+
+
+class Tensors(NamedTuple):
+    """The tensors of `States`, as the kernels take them that write."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    center: torch.Tensor | None
+    smooth: torch.Tensor | None
+    head_scale: torch.Tensor | None
+    rotation: torch.Tensor | None
 
 
 class Coding(NamedTuple):
@@ -36,14 +97,13 @@ class Coding(NamedTuple):
         return self.rule in (NORM, UNBIASED, LEAST_SQUARES)
 
     @property
-    def code(self) -> tuple[int, tuple[int, int]]:
-        """(bits, the eight table bytes as two 32-bit words); (8, E4M3) or (8, E5M2) for float8."""
+    def code(self) -> Code:
         if self.bits == 8:
-            return 8, E5M2 if self.exponent == 5 else E4M3
-        return self.bits, code_table(self.magnitudes)
+            return Code(8, E5M2 if self.exponent == 5 else E4M3)
+        return Code(self.bits, code_table(self.magnitudes))
 
 
-class _Tensors(NamedTuple):
+class _States(NamedTuple):
     packed: torch.Tensor
     scale: torch.Tensor | None
     zero: torch.Tensor | None
@@ -54,7 +114,7 @@ class _Tensors(NamedTuple):
     coding: Coding
 
 
-class States(_Tensors):
+class States(_States):
     """Packed keys, or values.
 
     packed:     uint8 [B, H_kv, blocks, 8 * D * bits], contiguous in the last two dimensions, bits as drawn in
@@ -85,10 +145,23 @@ class States(_Tensors):
         return (scale,) if self.zero is None else (scale, self.zero)
 
     @cached_property
+    def tensors(self) -> Tensors:
+        return Tensors(*self[:7])
+
+    @cached_property
+    def read(self) -> Packed:
+        """What attention reads of it."""
+        return Packed(self.packed, *(*self.factors, None)[:2])
+
+    @cached_property
+    def transform(self) -> Transform:
+        return Transform(self.rotation, self.smooth, self.center)
+
+    @cached_property
     def layout(self) -> "Layout":
         """All that a launch depends on but the addresses."""
-        strides = tuple(None if x is None else x.stride() for x in self[:7])
-        return _layout(self.packed.shape, strides, aligned(*self[:7]), self.coding)
+        strides = tuple(None if x is None else x.stride() for x in self.tensors)
+        return _layout(self.packed.shape, strides, aligned(*self.tensors), self.coding)
 
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the tensors fit each other and have room for `tokens`."""
@@ -120,17 +193,17 @@ class Layout:
         return self.strides[4] is not None
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Strides of sequences and KV heads: of packed bytes, scales and zeros, (0, 0) where there are none."""
-        return tuple(step for x in self.strides[:3] for step in ((0, 0) if x is None else x[:2]))
+    def stored_strides(self) -> PackedStrides:
+        """Of packed bytes, scales and zeros, 0 where there are none."""
+        return PackedStrides(*(PairSteps(*(0, 0) if x is None else x[:2]) for x in self.strides[:3]))
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Strides of sequences and KV heads, of packed bytes and of the first of `States.factors`."""
+    def read_strides(self) -> PackedStrides:
+        """Of `States.read`."""
         packed, scale, head_scale = self.strides[0], self.strides[1], self.strides[5]
         factor = head_scale if scale is None else scale
         assert packed is not None and factor is not None
-        return (*packed[:2], *factor[:2])
+        return PackedStrides(PairSteps(*packed[:2]), PairSteps(*factor[:2]))
 
     def check(self, tokens: int) -> None:
         """See `States.check`."""
@@ -144,7 +217,7 @@ class Layout:
             )
         if tokens > self.blocks * BLOCK_TOKENS:
             raise ValueError(f"expected room for {tokens} tokens, got {self.blocks} blocks of {BLOCK_TOKENS}")
-        held = dict(zip(States._fields[:7], self.strides, strict=True))
+        given = dict(zip(Tensors._fields, self.strides, strict=True))
         wanted = {
             "scale": rule != PER_HEAD,
             "zero": rule == MIN_MAX,
@@ -152,9 +225,9 @@ class Layout:
             "rotation": self.coding.rotated,
         }
         for name, needed in wanted.items():
-            if needed != (held[name] is not None):
+            if needed != (given[name] is not None):
                 raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {rule}, got the opposite")
-        self._check_factors(held["scale"], held["zero"])
+        self._check_factors(given["scale"], given["zero"])
 
     def _check_factors(self, scale: tuple[int, ...] | None, zero: tuple[int, ...] | None) -> None:
         """Kernels step through scales and zeros alike."""

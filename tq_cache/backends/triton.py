@@ -5,7 +5,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tq_kernels.decode.plan import MAX_QUERIES, decode
+from tq_kernels.decode.plan import decode
+from tq_kernels.decode.problem import MAX_QUERIES
 from tq_kernels.prefill.problem import prefill
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
