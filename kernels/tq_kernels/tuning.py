@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .device import Device
-from .states import Coding, Layout
+from .states import Layout
 
 
 class Arithmetic(NamedTuple):
@@ -166,12 +166,16 @@ QUANTIZE_LOOP, MANY_BLOCKS = 4, 512  # blocks of a program, where there are so m
 
 
 class Vectors(NamedTuple):
-    """Keys, or values, as the kernels that write take them.
+    """Keys, or values, as the kernels that write take them: the fields of their `Coding`, head_dim and `terms`.
 
     terms: how many 16-bit numbers add up to an element of the matrix that rotates: +-1 is one, others need two
     """
 
-    coding: Coding
+    bits: int
+    rule: int
+    magnitudes: tuple[float, ...]
+    unit: float
+    exponent: int
     dim: int
     terms: int
 
@@ -211,7 +215,7 @@ def _vectors(layout: Layout | None, exact: bool) -> Vectors | None:
     if layout is None:
         return None
     signs = not layout.smoothed and layout.head_dim & (layout.head_dim - 1) == 0
-    return Vectors(layout.coding, layout.head_dim, 2 if exact and layout.coding.rotated and not signs else 1)
+    return Vectors(*layout.coding, layout.head_dim, 2 if exact and layout.coding.rotated and not signs else 1)
 
 
 # --- Append and dequantise.

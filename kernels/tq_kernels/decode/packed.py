@@ -184,6 +184,9 @@ def attend_packed(
     key_scale = at_head(packed.key.scale, strides.key.scale, batch, kv_head)
     value = at_head(packed.value.packed, strides.value.packed, batch, kv_head)
     value_scale = at_head(packed.value.scale, strides.value.scale, batch, kv_head)
+    value_zero = packed.value.zero
+    if value_zero is not None:
+        value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
     mask = mask_place(mask, strides.mask, existing, batch, kv_head, SHAPE)
 
     row = to_rows(tl.arange(0, TILE), LAUNCH.slots, LAUNCH.repeats)  # the token of a score row
@@ -196,9 +199,6 @@ def attend_packed(
     # Of the mask, the tile to come is loaded by hand: bytes are not prefetched.
     token = _tile_start(tl.program_id(2) * per_split, blocks, TILE, LAUNCH.masked) + row
     m = mask_of_tokens(mask, sizes.sink_tokens + token, token < tokens, 0, MASK)
-    value_zero = packed.value.zero
-    if value_zero is not None:
-        value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
     # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
     for tile in tl.range(tl.program_id(2) * per_split, end, num_stages=LAUNCH.stages):
         first, start = tile * TILE, _tile_start(tile, blocks, TILE, LAUNCH.masked)
