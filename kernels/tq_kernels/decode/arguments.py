@@ -1,8 +1,8 @@
 """What the kernels of decode are given, by name.
 
-Triton keeps the fields of NamedTuples, nested ones too; none may be called `values` or `type`.  Triton 3.6 wants those
-that are constants, in capitals in kernels, to be flat and without a field `value`, and a name of its own for each of
-their numbers before it goes into a tuple.
+Triton keeps the fields of NamedTuples, nested ones too; none may be called `values` or `type`.  Of those that are
+constants, in capitals in kernels, Triton 3.6 wants more: they are flat, none has a field `value`, none is returned or
+given another name, but a field needs a name of its own where it is a tuple or text, or goes into a tuple.
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .. import tuning
 from ..attention.scores import NO_MASK, apply_mask, lengths_now, soft_cap
-from .query import at_head, column_places, fine_dot, mask_of_tokens, mask_place, program_place, split_places
+from .query import MaskPlace, at_head, column_places, fine_dot, mask_of_tokens, program_place, split_places
 
 EXACT_TOKENS = tl.constexpr(tuning.EXACT_TOKENS)
 
@@ -93,7 +93,8 @@ def attend_exact(
     column = tl.where(used, column, 0)
     query = column_places(query, strides.query, column, batch, kv_head, SHAPE.group, SHAPE.queries)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
-    mask = mask_place(mask, strides.mask, column, batch, kv_head, SHAPE)
+    mask_columns = column_places(0, strides.mask, column, batch, kv_head, SHAPE.group, SHAPE.queries)
+    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
     length, packed = lengths_now(counts.num_tokens, tail_length, packed_length, sizes.residual_length)
     limit = sizes.sink_tokens + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
     tail_splits = tl.num_programs(2) - splits - (0 if exact.sink_keys is None else 1)

@@ -34,7 +34,7 @@ from ..bits.to_e4m3 import (
     unit,
 )
 from .exact import attend_exact
-from .query import at_head, column_places, make_operand, mask_of_tokens, mask_place, program_place, split_places
+from .query import MaskPlace, at_head, column_places, make_operand, mask_of_tokens, program_place, split_places
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
 LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.6 is 8, times 32 still in range
@@ -68,13 +68,14 @@ def _tile_scores(
     """Scores [tokens, columns] of the operand `q` and the keys at `key`, whose scales, if codes have less than 8 bits,
     are at `scale`; `factor` and `offset` as `make_operand` gives them."""
     BITS: tl.constexpr = KEY.bits
+    TABLE: tl.constexpr = KEY.table
     WIDTH: tl.constexpr = part_width(DIM, BITS)
     keys = load_keys(
         key, start, blocks, BITS, DIM, LAUNCH.tile, WIDTH, LAUNCH.slots, LAUNCH.repeats, LAUNCH.masked
     )  # fmt: skip
     if BITS != 8:
         factor = _token_numbers(scale, start, blocks, LAUNCH) * factor
-    rows = decode_rows(keys, BITS, KEY.table, ARITHMETIC.operand, ARITHMETIC.ptx)
+    rows = decode_rows(keys, BITS, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
     s = gather_terms(tl.dot(rows, q, input_precision=ARITHMETIC.precision), LAUNCH.terms, LAUNCH.twins, 1)
     s *= factor if factor.numel == 1 else factor[:, None]
     if SOFTCAP:
@@ -128,11 +129,12 @@ def _decode_values(
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Values of a tile of tokens, [CHANNELS, tokens]: of two blocks, block by block, each lying in one piece."""
+    TABLE: tl.constexpr = VALUE.table
     planes = load_values(base, start, blocks, VALUE.bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
-    channels = decode_rows(planes, VALUE.bits, VALUE.table, ARITHMETIC.operand, ARITHMETIC.ptx)
+    channels = decode_rows(planes, VALUE.bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
     if LAUNCH.tile == 2 * BLOCK_TOKENS:
         planes = load_values(base, start + BLOCK_TOKENS, blocks, VALUE.bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
-        second = decode_rows(planes, VALUE.bits, VALUE.table, ARITHMETIC.operand, ARITHMETIC.ptx)
+        second = decode_rows(planes, VALUE.bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
         channels = side_by_side(channels, second)
     return channels
 
@@ -161,6 +163,7 @@ def attend_packed(
     ROWS: tl.constexpr = TILE // LAUNCH.repeats
     MASK: tl.constexpr = FLAGS.mask
     KEY_TABLE: tl.constexpr = KEY.table
+    VALUE_TABLE: tl.constexpr = VALUE.table
     CHANNELS: tl.constexpr = max(triton.next_power_of_2(SHAPE.value_dim), 64)
 
     batch, kv_head, pair, first_column = program_place(SHAPE)
@@ -170,7 +173,7 @@ def attend_packed(
     if counts.lengths is not None:
         tokens = tl.minimum(tl.load(counts.lengths + batch), tokens)
     if ARITHMETIC.ptx:
-        keep_tables(tokens, KEY_TABLE, VALUE.table)
+        keep_tables(tokens, KEY_TABLE, VALUE_TABLE)
     used = column < SHAPE.group * SHAPE.queries
     existing = tl.where(used, column, 0)
     query = column_places(query, strides.query, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
@@ -187,7 +190,8 @@ def attend_packed(
     value_zero = packed.value.zero
     if value_zero is not None:
         value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
-    mask = mask_place(mask, strides.mask, existing, batch, kv_head, SHAPE)
+    mask_columns = column_places(0, strides.mask, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
+    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
 
     row = to_rows(tl.arange(0, TILE), LAUNCH.slots, LAUNCH.repeats)  # the token of a score row
     # The peak is finite: exp2(-inf - peak) is 0 even where all is masked.  Sums are summed over their rows at the end.
@@ -225,7 +229,7 @@ def attend_packed(
 
     if FLAGS.softcap:
         offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
-    value_factor = unit(VALUE.bits, VALUE.table, ARITHMETIC.operand)
+    value_factor = unit(VALUE.bits, VALUE_TABLE, ARITHMETIC.operand)
     if VALUE.bits == 8:
         value_factor *= tl.load(value_scale)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
@@ -248,6 +252,7 @@ def decode_kernel(
     Writes to `work`, float32, the output of each split [B * H_kv, splits, columns, D_v], and behind those, likewise,
     the log-sum-exps.
     """
+    PRECISION: tl.constexpr = ARITHMETIC.precision
     if tl.program_id(2) < splits:
         attend_packed(
             query, rotated_query, packed, mask, counts, work, splits, packed_length, blocks, tail_length, sizes, scales,
@@ -256,7 +261,7 @@ def decode_kernel(
     else:
         attend_exact(
             query, exact, mask, counts, work, splits, tail_length, packed_length, sizes, scales, strides, SHAPE, FLAGS,
-            ARITHMETIC.precision, LAUNCH.exact_step, 1,
+            PRECISION, LAUNCH.exact_step, 1,
         )  # fmt: skip
     if LAUNCH.pdl:  # not before: programs of the next launch would take the places of some of this one
         tl.extra.cuda.gdc_launch_dependents()

@@ -66,12 +66,6 @@ class MaskPlace(NamedTuple):
 
 
 @triton.jit
-def mask_place(mask, steps, column, batch, kv_head, SHAPE: tl.constexpr):
-    columns = column_places(0, steps, column, batch, kv_head, SHAPE.group, SHAPE.queries)
-    return MaskPlace(mask, batch * steps.batch, columns, steps.token)
-
-
-@triton.jit
 def mask_of_tokens(mask, token, inside, AXIS: tl.constexpr, MASK: tl.constexpr):
     """See `load_mask`."""
     return load_mask(mask.mask, mask.base, mask.columns, mask.step, token, inside, AXIS, MASK)

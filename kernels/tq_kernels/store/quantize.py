@@ -38,15 +38,6 @@ class StoreStrides(NamedTuple):
 
 
 @triton.jit
-def _of_pair(x, pair, DIM: tl.constexpr):
-    """Where the vector of a sequence and head is, None if there is none."""
-    if x is None:
-        return x
-    else:
-        return x + pair * DIM
-
-
-@triton.jit
 def _float8_blocks(
     x, states, strides, start, end, VALUE: tl.constexpr, VECTORS: tl.constexpr, ARITHMETIC: tl.constexpr,
     LOOP: tl.constexpr, STAGES: tl.constexpr,
@@ -57,7 +48,11 @@ def _float8_blocks(
     pair = batch * tl.num_programs(1) + head
     x += batch * strides.x.batch + head * strides.x.head
     packed = states.packed + (batch * strides.states.packed.batch + head * strides.states.packed.head)
-    center, smooth = _of_pair(states.center, pair, DIM), _of_pair(states.smooth, pair, DIM)
+    center, smooth = states.center, states.smooth
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
     factor = tl.load(states.head_scale + pair)
     row, channel = tl.arange(0, 64), tl.arange(0, triton.next_power_of_2(DIM))
     if VALUE:
@@ -118,13 +113,18 @@ def _coded_blocks(
     DIM: tl.constexpr = VECTORS.dim
     WIDTH: tl.constexpr = max(64, triton.next_power_of_2(DIM))
     PARTS: tl.constexpr = parts(BITS)
+    PRECISION: tl.constexpr = ARITHMETIC.precision
     ROTATED: tl.constexpr = VECTORS.rule != _MIN_MAX
     HALVES: tl.constexpr = ROTATED and (DIM == 64 or DIM == 128)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64) // 2
     pair = batch * tl.num_programs(1) + head
     x += batch * strides.x.batch + head * strides.x.head
     packed = states.packed + (batch * strides.states.packed.batch + head * strides.states.packed.head)
-    center, smooth = _of_pair(states.center, pair, DIM), _of_pair(states.smooth, pair, DIM)
+    center, smooth = states.center, states.smooth
+    if center is not None:
+        center += pair * DIM
+    if smooth is not None:
+        smooth += pair * DIM
     transform = Transform(states.rotation, smooth, center)
     row, column = tl.arange(0, 64), tl.arange(0, WIDTH)
     if VALUE:
@@ -143,13 +143,11 @@ def _coded_blocks(
         valid = (token >= start) & (token < end)
         block = packed + number.to(tl.int64) * (8 * DIM * BITS)
         if HALVES:
-            r = rotate_halves(
-                x, strides.x.token, token - start, valid, matrices, centers, DIM, ARITHMETIC.precision
-            )  # fmt: skip
+            r = rotate_halves(x, strides.x.token, token - start, valid, matrices, centers, DIM, PRECISION)
         elif ROTATED:
             r = rotate_whole(
                 x, strides.x.token, token - start, valid, transform, column, DIM, ARITHMETIC.operand, VECTORS.terms,
-                ARITHMETIC.precision,
+                PRECISION,
             )  # fmt: skip
         else:
             r = load_rows(x, strides.x.token, token - start, valid, column, DIM)
