@@ -64,6 +64,14 @@ class Transform(NamedTuple):
     center: torch.Tensor | None
 
 
+class PackedKeys(NamedTuple):
+    """Packed keys as attention reads them: `Packed` without a zero, and what brings queries to them."""
+
+    transform: Transform
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+
 class Tensors(NamedTuple):
     """The tensors of `States`, as the kernels take them that write."""
 
@@ -154,8 +162,8 @@ class States(_States):
         return Packed(self.packed, *(*self.factors, None)[:2])
 
     @cached_property
-    def transform(self) -> Transform:
-        return Transform(self.rotation, self.smooth, self.center)
+    def read_as_keys(self) -> PackedKeys:
+        return PackedKeys(Transform(self.rotation, self.smooth, self.center), *self.read[:2])
 
     @cached_property
     def layout(self) -> "Layout":

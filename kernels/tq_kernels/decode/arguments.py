@@ -9,13 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..states import Packed, PackedStrides, TokenSteps, Transform
-
-
-class PackedTokens(NamedTuple):
-    key_transform: Transform
-    key: Packed
-    value: Packed
+from ..states import PackedStrides, TokenSteps
 
 
 class ExactTokens(NamedTuple):
@@ -90,6 +84,15 @@ class Shape(NamedTuple):
     group: int
     queries: int
     columns: int
+
+
+class Codes(NamedTuple):
+    """The `Code` of keys and of values."""
+
+    key_bits: int
+    key_table: tuple[int, int]
+    value_bits: int
+    value_table: tuple[int, int]
 
 
 class Flags(NamedTuple):

@@ -62,13 +62,13 @@ def _token_numbers(base, start, blocks, LAUNCH: tl.constexpr):
 
 @triton.jit
 def _tile_scores(
-    q, factor, offset, key, scale, softcap, start, blocks, DIM: tl.constexpr, KEY: tl.constexpr, SOFTCAP: tl.constexpr,
-    ARITHMETIC: tl.constexpr, LAUNCH: tl.constexpr,
+    q, factor, offset, key, scale, softcap, start, blocks, DIM: tl.constexpr, CODES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ARITHMETIC: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Scores [tokens, columns] of the operand `q` and the keys at `key`, whose scales, if codes have less than 8 bits,
     are at `scale`; `factor` and `offset` as `make_operand` gives them."""
-    BITS: tl.constexpr = KEY.bits
-    TABLE: tl.constexpr = KEY.table
+    BITS: tl.constexpr = CODES.key_bits
+    TABLE: tl.constexpr = CODES.key_table
     WIDTH: tl.constexpr = part_width(DIM, BITS)
     keys = load_keys(
         key, start, blocks, BITS, DIM, LAUNCH.tile, WIDTH, LAUNCH.slots, LAUNCH.repeats, LAUNCH.masked
@@ -125,16 +125,16 @@ def _softmax_step(
 
 @triton.jit
 def _decode_values(
-    base, start, blocks, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ARITHMETIC: tl.constexpr,
+    base, start, blocks, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ARITHMETIC: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Values of a tile of tokens, [CHANNELS, tokens]: of two blocks, block by block, each lying in one piece."""
-    TABLE: tl.constexpr = VALUE.table
-    planes = load_values(base, start, blocks, VALUE.bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
-    channels = decode_rows(planes, VALUE.bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
+    TABLE: tl.constexpr = CODES.value_table
+    planes = load_values(base, start, blocks, CODES.value_bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
+    channels = decode_rows(planes, CODES.value_bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
     if LAUNCH.tile == 2 * BLOCK_TOKENS:
-        planes = load_values(base, start + BLOCK_TOKENS, blocks, VALUE.bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
-        second = decode_rows(planes, VALUE.bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
+        planes = load_values(base, start + BLOCK_TOKENS, blocks, CODES.value_bits, HEAD_DIM, CHANNELS, LAUNCH.masked)
+        second = decode_rows(planes, CODES.value_bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
         channels = side_by_side(channels, second)
     return channels
 
@@ -152,9 +152,9 @@ def _store_split(out, state, shift, scale, partial, partial_lse, used, VALUE_DIM
 
 @triton.jit
 def attend_packed(
-    query, rotated_query, packed, mask, counts, work, splits, packed_length, blocks, tail_length, sizes, scales,
-    strides,
-    SHAPE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
+    query, rotated_query, keys, values, mask, counts, work, splits, packed_length, blocks, tail_length, sizes,
+    scales, strides,
+    SHAPE: tl.constexpr, CODES: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Program i of a column tile: split i of the packed tokens.  Arguments as those of `decode_kernel`."""
@@ -162,8 +162,8 @@ def attend_packed(
     TILE: tl.constexpr = LAUNCH.tile
     ROWS: tl.constexpr = TILE // LAUNCH.repeats
     MASK: tl.constexpr = FLAGS.mask
-    KEY_TABLE: tl.constexpr = KEY.table
-    VALUE_TABLE: tl.constexpr = VALUE.table
+    KEY_TABLE: tl.constexpr = CODES.key_table
+    VALUE_TABLE: tl.constexpr = CODES.value_table
     CHANNELS: tl.constexpr = max(triton.next_power_of_2(SHAPE.value_dim), 64)
 
     batch, kv_head, pair, first_column = program_place(SHAPE)
@@ -180,14 +180,14 @@ def attend_packed(
     if rotated_query is not None:
         rotated_query += (pair * SHAPE.group * SHAPE.queries + existing) * SHAPE.dim
     q, factor, offset = make_operand(
-        query, rotated_query, packed.key_transform, packed.key.scale + pair, pair * SHAPE.dim, scales.scaling, used,
-        SHAPE.dim, KEY.bits, unit(KEY.bits, KEY_TABLE, ARITHMETIC.operand), LAUNCH.terms, LAUNCH.twins, ARITHMETIC,
+        query, rotated_query, keys.transform, keys.scale + pair, pair * SHAPE.dim, scales.scaling, used, SHAPE.dim,
+        CODES.key_bits, unit(CODES.key_bits, KEY_TABLE, ARITHMETIC.operand), LAUNCH.terms, LAUNCH.twins, ARITHMETIC,
     )  # fmt: skip
-    key = at_head(packed.key.packed, strides.key.packed, batch, kv_head)
-    key_scale = at_head(packed.key.scale, strides.key.scale, batch, kv_head)
-    value = at_head(packed.value.packed, strides.value.packed, batch, kv_head)
-    value_scale = at_head(packed.value.scale, strides.value.scale, batch, kv_head)
-    value_zero = packed.value.zero
+    key = at_head(keys.packed, strides.key.packed, batch, kv_head)
+    key_scale = at_head(keys.scale, strides.key.scale, batch, kv_head)
+    value = at_head(values.packed, strides.value.packed, batch, kv_head)
+    value_scale = at_head(values.scale, strides.value.scale, batch, kv_head)
+    value_zero = values.zero
     if value_zero is not None:
         value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
     mask_columns = column_places(0, strides.mask, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
@@ -211,26 +211,26 @@ def attend_packed(
         token = _tile_start(tile + 1, blocks, TILE, LAUNCH.masked) + row
         next_m = mask_of_tokens(mask, sizes.sink_tokens + token, token < tokens, 0, MASK)
         s = _tile_scores(
-            q, factor, offset, key, key_scale, scales.softcap, start, blocks, SHAPE.dim, KEY, FLAGS.softcap, ARITHMETIC,
-            LAUNCH,
+            q, factor, offset, key, key_scale, scales.softcap, start, blocks, SHAPE.dim, CODES, FLAGS.softcap,
+            ARITHMETIC, LAUNCH,
         )  # fmt: skip
         s, m = apply_mask(s, m, MASK), next_m
         if FLAGS.causal_packed:
             s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
         state, alpha, p = _softmax_step(
-            s, new, state, value_scale, value_zero, start, blocks, VALUE.bits, ARITHMETIC.ptx, LAUNCH
+            s, new, state, value_scale, value_zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
         )  # fmt: skip
         p = to_tokens(p, LAUNCH.slots, LAUNCH.repeats)
         p = spread_terms(p, LAUNCH.terms, LAUNCH.twins, LIFT, ARITHMETIC.operand, ARITHMETIC.ptx)
-        channels = _decode_values(value, start, blocks, VALUE, SHAPE.value_dim, CHANNELS, ARITHMETIC, LAUNCH)
+        channels = _decode_values(value, start, blocks, CODES, SHAPE.value_dim, CHANNELS, ARITHMETIC, LAUNCH)
         product = tl.dot(channels, p, input_precision=ARITHMETIC.precision)
         # An ordinary add: the tensor core's own sum keeps 14 bits.
         out = out * alpha[None, :] + gather_terms(product, LAUNCH.terms, LAUNCH.twins, LIFT)
 
     if FLAGS.softcap:
         offset = tl.zeros((COLUMNS,), tl.float32)  # is in the scores
-    value_factor = unit(VALUE.bits, VALUE_TABLE, ARITHMETIC.operand)
-    if VALUE.bits == 8:
+    value_factor = unit(CODES.value_bits, VALUE_TABLE, ARITHMETIC.operand)
+    if CODES.value_bits == 8:
         value_factor *= tl.load(value_scale)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
     _store_split(out, state, offset, value_factor, partial, partial_lse, used, SHAPE.value_dim, CHANNELS)
@@ -238,15 +238,15 @@ def attend_packed(
 
 @triton.jit(do_not_specialize=["splits", "packed_length", "blocks", "tail_length"])
 def decode_kernel(
-    query, rotated_query, packed, exact, mask, counts, work, splits, packed_length, blocks, tail_length, sizes, scales,
-    strides,
-    SHAPE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
+    query, rotated_query, keys, values, exact, mask, counts, work, splits, packed_length, blocks, tail_length, sizes,
+    scales, strides,
+    SHAPE: tl.constexpr, CODES: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One program = one split of the tokens of one sequence and KV head, for a tile of its query columns.
 
     The first `splits` programs of a column tile attend to the packed tokens, in `blocks`, the others to the tail, or to
-    the sinks.  Arguments are those of `arguments`, KEY and VALUE a `Code` each; rotated_query: the query already
+    the sinks.  keys: `PackedKeys`; values: `Packed`; all else: see `arguments`.  rotated_query: the query already
     rotated, see `by_matrix`, or None.
 
     Writes to `work`, float32, the output of each split [B * H_kv, splits, columns, D_v], and behind those, likewise,
@@ -255,8 +255,8 @@ def decode_kernel(
     PRECISION: tl.constexpr = ARITHMETIC.precision
     if tl.program_id(2) < splits:
         attend_packed(
-            query, rotated_query, packed, mask, counts, work, splits, packed_length, blocks, tail_length, sizes, scales,
-            strides, SHAPE, KEY, VALUE, FLAGS, ARITHMETIC, LAUNCH,
+            query, rotated_query, keys, values, mask, counts, work, splits, packed_length, blocks, tail_length, sizes,
+            scales, strides, SHAPE, CODES, FLAGS, ARITHMETIC, LAUNCH,
         )  # fmt: skip
     else:
         attend_exact(

@@ -18,17 +18,17 @@ import triton.language as tl
 from .. import tuning
 from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
 from ..device import Device, describe
-from ..launch import Launch, Program, aligned, signature
+from ..launch import Launch, Program, aligned, new, signature
 from ..states import BLOCK_TOKENS, Layout, States, TokenSteps, no_layout
 from ..tuning import Arithmetic
 from .arguments import (
+    Codes,
     Counts,
     ExactLaunch,
     ExactTokens,
     Flags,
     MaskSteps,
     PackedLaunch,
-    PackedTokens,
     QuerySteps,
     Scales,
     Shape,
@@ -123,38 +123,45 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
         sink_keys = sink_values = None
     if sink_logits is not None:
         sink_logits = sink_logits.expand(*query.shape[:3])
-    plan = _plan(Key(
+    counted = lengths is not None or num_tokens is not None
+    present = aligned(lengths, num_tokens) if counted else (None, None)
+    plan = _plan(new(Key, (
         device, signature(query), key and key.layout, value and value.layout, signature(tail_keys),
         signature(tail_values), packed_length, sink_keys if sink_keys is None else signature(sink_keys),
         sink_values if sink_values is None else signature(sink_values), mask if mask is None else signature(mask),
         mask_kind, softcap is not None, sink_logits if sink_logits is None else signature(sink_logits), causal,
-        aligned(lengths, num_tokens), residual_length, arithmetic, splits,
-    ))  # fmt: skip
+        present, residual_length, arithmetic, splits,
+    )))  # fmt: skip
     counts = _NO_COUNTS
-    if lengths is not None or num_tokens is not None:
+    if counted:
         counts = Counts(lengths, num_tokens, None if num_tokens is None else plan.tail_length)
     work = query.new_empty(plan.work, dtype=torch.float32)
-    exact = ExactTokens(tail_keys, tail_values, sink_keys, sink_values)
-    scales = Scales(scaling * _LOG2E, float(softcap or 0))
+    exact, scales = ExactTokens(tail_keys, tail_values, sink_keys, sink_values), _scales(scaling, softcap)
     launches, arguments = [], None
     if plan.splits:
         assert key is not None and value is not None  # checked by the plan
         rotated_query = None
         if plan.rotate is not None:
             rotated_query = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-            arguments = (query, key.transform, rotated_query, plan.strides.query)
+            arguments = (query, key.read_as_keys.transform, rotated_query, plan.strides.query)
             launches.append(Launch(plan.rotate, plan.rotate_grid, arguments))
         arguments = (
-            query, rotated_query, PackedTokens(key.transform, key.read, value.read), exact, mask, counts, work,
-            plan.splits, packed_length, plan.blocks, plan.tail_length, plan.sizes, scales, plan.strides,
+            query, rotated_query, key.read_as_keys, value.read, exact, mask, counts, work, plan.splits, packed_length,
+            plan.blocks, plan.tail_length, plan.sizes, scales, plan.strides,
         )  # fmt: skip
     else:
         arguments = (query, exact, mask, counts, work, plan.tail_length, plan.sizes, scales, plan.strides)
     launches.append(Launch(plan.attend, plan.grid, arguments))
-    sizes = plan.shape, plan.splits, plan.all_splits
-    merge, out, lse = merge_launch(plan.merge, work, query, value, sink_logits, *sizes)
+    merge, out, lse = merge_launch(
+        plan.merge, work, query, value, sink_logits, plan.shape, plan.splits, plan.all_splits
+    )  # fmt: skip
     launches.append(merge)
     return launches, out, lse
+
+
+@lru_cache(maxsize=256)
+def _scales(scaling: float, softcap: float | None) -> Scales:
+    return Scales(scaling * _LOG2E, float(softcap or 0))
 
 
 def _describe(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int]:
@@ -246,7 +253,7 @@ def _packed_program(given: Key, key, value, shape: Shape, arithmetic: Arithmetic
         repeats=repeats, terms=terms, twins=max(16 // (shape.columns * terms), 1),
     )  # fmt: skip
     constants = dict(
-        SHAPE=shape, KEY=key.coding.code, VALUE=value.coding.code, FLAGS=_flags(given), ARITHMETIC=arithmetic,
+        SHAPE=shape, CODES=Codes(*key.coding.code, *value.coding.code), FLAGS=_flags(given), ARITHMETIC=arithmetic,
         LAUNCH=launch,
     )  # fmt: skip
     options = dict(num_warps=config.warps, num_stages=config.stages)
