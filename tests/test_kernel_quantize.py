@@ -270,7 +270,7 @@ def small(**changes):
     ],
 )
 def test_quantize_says_what_does_not_fit(changes, words):
-    quantize = pytest.importorskip("tq_kernels.quantize").quantize
+    quantize = pytest.importorskip("tq_kernels.store.quantize").quantize
     arguments = small(**changes)
     with pytest.raises(ValueError, match=words):
         quantize(**arguments)
@@ -279,7 +279,7 @@ def test_quantize_says_what_does_not_fit(changes, words):
 
 @pytest.mark.parametrize("start", [-1, 6])
 def test_append_says_what_does_not_fit(start):
-    append = pytest.importorskip("tq_kernels.append").append
+    append = pytest.importorskip("tq_kernels.store.append").append
     x, tail = torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 9, 64)
     with pytest.raises(ValueError, match=f"start {start}"):
         append(x, x, tail, tail, start)

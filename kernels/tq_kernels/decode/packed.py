@@ -190,8 +190,9 @@ def attend_packed(
     value_zero = values.zero
     if value_zero is not None:
         value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
+    mask_base = batch * strides.mask.batch
     mask_columns = column_places(0, strides.mask, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
-    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
+    mask = MaskPlace(mask, mask_base, mask_columns, strides.mask.token)
 
     row = to_rows(tl.arange(0, TILE), LAUNCH.slots, LAUNCH.repeats)  # the token of a score row
     # The peak is finite: exp2(-inf - peak) is 0 even where all is masked.  Sums are summed over their rows at the end.
