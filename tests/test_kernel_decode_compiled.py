@@ -50,7 +50,7 @@ def problems(target, dtype, key, value):
 
     def more(queries, dim=128):
         sinks, heads = empty(2, 2, 4, dim), 2 * (2 if value.bits == 4 else 4)
-        return dict(sink_keys=sinks, sink_values=sinks, softcap=2.0, sink_logits=empty(1, heads, queries))
+        return dict(sink_tokens=(sinks, sinks), softcap=2.0, sink_logits=empty(1, heads, queries))
 
     yield problem(
         128, 2, 40, **more(2), mask=empty(1, 1, 2, 300, dtype=torch.bool), lengths=empty(2, dtype=torch.int32)

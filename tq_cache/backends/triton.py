@@ -1,6 +1,5 @@
 """The operations of `backends` on a GPU: what storage holds, handed to the Triton kernels of `tq_kernels`."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -107,16 +106,17 @@ def attend(
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    arguments: dict[str, Any] = dict(
-        packed_length=view.packed_length, scaling=scaling, mask=mask, softcap=softcap, causal=is_causal
-    )
-    if _fits_decode(query, view):
-        run = decode
-        arguments |= dict(sink_keys=view.sink_keys, sink_values=view.sink_values, sink_logits=sink_logits)
-    else:
-        run, sinks = prefill, (view.sink_keys, view.sink_values)
-        arguments |= dict(sinks=None if view.sink_keys is None else sinks, s_aux=sink_logits)
+    few = _fits_decode(query, view)
+    run, sink_tokens, logits = (decode, "sink_tokens", "sink_logits") if few else (prefill, "sinks", "s_aux")
+    arguments: dict[str, Any] = {
+        "packed_length": view.packed_length,
+        "scaling": scaling,
+        sink_tokens: None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        "mask": mask,
+        "softcap": softcap,
+        logits: sink_logits,
+        "causal": is_causal,
+    }
     key, value = view.key and states_of(view.key), view.value and states_of(view.value)
     query_, tail_keys, tail_values = query, view.tail_keys, view.tail_values
     if torch.is_grad_enabled():

@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    sink_tokens: int
+    num_sinks: int  # tokens
     residual_length: int  # exact tokens at most, where `num_tokens` says how many there are
 
 

@@ -96,18 +96,18 @@ def attend_exact(
     mask_columns = column_places(0, strides.mask, column, batch, kv_head, SHAPE.group, SHAPE.queries)
     mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
     length, packed = lengths_now(counts.num_tokens, tail_length, packed_length, sizes.residual_length)
-    limit = sizes.sink_tokens + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
+    limit = sizes.num_sinks + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
     tail_splits = tl.num_programs(2) - splits - (0 if exact.sink_keys is None else 1)
     per_split = tl.cdiv(tl.cdiv(length, EXACT_TOKENS), tl.maximum(tail_splits, 1)) * EXACT_TOKENS
     start = split * per_split
-    end, place = tl.minimum(start + per_split, length), packed + sizes.sink_tokens
+    end, place = tl.minimum(start + per_split, length), packed + sizes.num_sinks
     k = at_head(exact.tail_keys, strides.tail_keys, batch, kv_head)
     v = at_head(exact.tail_values, strides.tail_values, batch, kv_head)
     key_step = tl.full((), 0, tl.int64) + strides.tail_keys.token
     value_step = tl.full((), 0, tl.int64) + strides.tail_values.token
     if exact.sink_keys is not None:
         if split == tail_splits:
-            start, end, place = start * 0, end * 0 + sizes.sink_tokens, place * 0
+            start, end, place = start * 0, end * 0 + sizes.num_sinks, place * 0
             k = at_head(exact.sink_keys, strides.sink_keys, batch, kv_head)
             v = at_head(exact.sink_values, strides.sink_values, batch, kv_head)
             key_step = tl.full((), 0, tl.int64) + strides.sink_keys.token

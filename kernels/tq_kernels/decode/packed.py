@@ -203,14 +203,14 @@ def attend_packed(
     end = tl.minimum((tl.program_id(2) + 1) * per_split, tiles)
     # Of the mask, the tile to come is loaded by hand: bytes are not prefetched.
     token = _tile_start(tl.program_id(2) * per_split, blocks, TILE, LAUNCH.masked) + row
-    m = mask_of_tokens(mask, sizes.sink_tokens + token, token < tokens, 0, MASK)
+    m = mask_of_tokens(mask, sizes.num_sinks + token, token < tokens, 0, MASK)
     # Stages given here: else Triton prefetches only what goes to a dot, and not the zeros.
     for tile in tl.range(tl.program_id(2) * per_split, end, num_stages=LAUNCH.stages):
         first, start = tile * TILE, _tile_start(tile, blocks, TILE, LAUNCH.masked)
         # What a tile moved back repeats is masked out.
         new = (start - first + row).to(tl.uint32, bitcast=True) < (tokens - first).to(tl.uint32, bitcast=True)
         token = _tile_start(tile + 1, blocks, TILE, LAUNCH.masked) + row
-        next_m = mask_of_tokens(mask, sizes.sink_tokens + token, token < tokens, 0, MASK)
+        next_m = mask_of_tokens(mask, sizes.num_sinks + token, token < tokens, 0, MASK)
         s = _tile_scores(
             q, factor, offset, key, key_scale, scales.softcap, start, blocks, SHAPE.dim, CODES, FLAGS.softcap,
             ARITHMETIC, LAUNCH,

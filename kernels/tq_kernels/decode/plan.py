@@ -72,8 +72,7 @@ def decode(
     *,
     packed_length: int,
     scaling: float,
-    sink_keys: torch.Tensor | None = None,
-    sink_values: torch.Tensor | None = None,
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -90,7 +89,7 @@ def decode(
     key, value:    packed states, of which the first `packed_length` tokens count, or None; every number in their
                    blocks, also behind the last token, must be finite (`torch.zeros` is)
     tail_keys, tail_values: [B, H_kv, n, D] and [B, H_kv, n, D_v], n >= 0, in the query's dtype
-    sink_keys, sink_values: likewise, or None
+    sink_tokens:   keys and values, likewise, or None
     mask:          [1 or B, 1 or H_q, S, all tokens or more], bool (True takes part) or float (added), or None: causal,
                    the last query seeing every token, or everything if not `causal`
     softcap:       scores become softcap * tanh(scores / softcap), before the mask
@@ -105,8 +104,8 @@ def decode(
     [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
     problem = Problem(
-        describe(query.device), query, key, value, tail_keys, tail_values, packed_length, scaling, sink_keys,
-        sink_values, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits,
+        describe(query.device), query, key, value, tail_keys, tail_values, packed_length, scaling,
+        sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits,
     )  # fmt: skip
     launches, out, lse = prepare(problem)
     for launch in launches:
@@ -116,11 +115,12 @@ def decode(
 
 def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]:
     """The launches of `decode`, and what it returns once they have run; raises as it does."""
-    device, query, key, value, tail_keys, tail_values, packed_length, scaling, sink_keys, sink_values = problem[:10]
-    mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits = problem[10:]
+    device, query, key, value, tail_keys, tail_values, packed_length, scaling = problem[:8]
+    sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, *rest = problem[8:]
     mask, mask_kind = _describe(mask, query)
-    if sink_keys is not None and not sink_keys.shape[2]:
-        sink_keys = sink_values = None
+    sink_keys = sink_values = None
+    if sink_tokens is not None and sink_tokens[0].shape[2]:
+        sink_keys, sink_values = sink_tokens
     if sink_logits is not None:
         sink_logits = sink_logits.expand(*query.shape[:3])
     counted = lengths is not None or num_tokens is not None
@@ -130,7 +130,7 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
         signature(tail_values), packed_length, sink_keys if sink_keys is None else signature(sink_keys),
         sink_values if sink_values is None else signature(sink_values), mask if mask is None else signature(mask),
         mask_kind, softcap is not None, sink_logits if sink_logits is None else signature(sink_logits), causal,
-        present, residual_length, arithmetic, splits,
+        present, *rest,
     )))  # fmt: skip
     counts = _NO_COUNTS
     if counted:

@@ -24,8 +24,7 @@ class Problem(NamedTuple):
     tail_values: torch.Tensor
     packed_length: int
     scaling: float
-    sink_keys: torch.Tensor | None = None
-    sink_values: torch.Tensor | None = None
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
     mask: torch.Tensor | None = None
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None
