@@ -38,7 +38,7 @@ def measure(name: str, batch: int, tokens: int) -> list[float]:
     def preallocated(mask: torch.Tensor | None = None) -> None:
         options = dict(residual_length=RESIDUAL if is_packed else tokens, mask=mask)
         room = tokens if is_packed else 0
-        decode(query, key, value, keys, values, packed_length=room, total=total, scaling=0.09, **options)
+        decode(query, key, value, keys, values, packed_length=room, num_tokens=total, scaling=0.09, **options)
 
     return [microseconds(run) for run in (growing, preallocated, lambda: preallocated(mask))]
 

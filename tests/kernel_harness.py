@@ -20,7 +20,7 @@ from tq_cache.formats.presets import Format
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Triton's backend, architecture and warp size of every row of `tq_cache.hardware.ARCHITECTURES` that runs kernels.
+# Triton's backend, architecture, warp size of every row of `tq_cache.backends.hardware.ARCHITECTURES` with kernels.
 TARGETS = {f"sm_{arch}": ("cuda", arch, 32) for arch in (70, 75, 80, 86, 87, 89, 90, 100, 120)} | {
     arch: ("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")
 }

@@ -20,6 +20,7 @@ from kernel_harness import (
 )
 
 from tq_cache.backends import quantizers
+from tq_cache.backends.calibration import calibrate
 from tq_cache.formats.presets import FORMATS
 from tq_cache.formats.states import PackedStates
 
@@ -44,7 +45,7 @@ class Case:
         x = x * (1 + torch.arange(self.dim, device=device) / self.dim) + 0.5
         fmt, counts = FORMATS[self.role][self.format], torch.ones_like(x[:, :1, :, :1], dtype=torch.bool)
         smooth = 0.65 if self.calibrated and self.role == "key" else 0.0
-        calibration = quantizers.calibrate(x, fmt, self.calibrated, smooth, counts)
+        calibration = calibrate(x, fmt, self.calibrated, smooth, counts)
         states = PackedStates.empty(self.role, fmt, x, capacity, calibration)
         quantizers.store(states, x, 0)
         return states

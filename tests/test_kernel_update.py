@@ -28,10 +28,11 @@ def differences(preset, device="cpu", dtype=torch.float32, dims=(64, 80)):
     first = tokens(126)
     for storage in (ours, theirs):
         storage.append(*first)
-    for _ in range(7):  # the third packs a block, the last finds no room
-        step = tokens(1)
-        update_preallocated(ours.states, *step)
-        reference.update_preallocated(theirs.states, *step)
+    for step in range(7):  # the third packs a block, the last finds no room
+        step_tokens = tokens(1)
+        update_preallocated(ours.states, *step_tokens)
+        reference.update_preallocated(theirs.states, *step_tokens)
+        assert ours.states.num_tokens.item() == min(127 + step, 132)  # counted, and nothing is left of the tickets
     assert ours.length == theirs.length == 132
     found = []
     for mine, other in zip(flatten(ours.states).buffers, flatten(theirs.states).buffers, strict=True):
@@ -64,8 +65,8 @@ def compile_all(target, *presets):
             for role, fmt in (("key", preset.key), ("value", preset.value)):
                 states.append(empty_states(role, fmt, 128))
             token, ring = (torch.empty(2, 2, n, 128, dtype=DTYPES[dtype], device="meta") for n in (1, 192))
-            total = torch.empty((), dtype=torch.int64, device="meta")
-            launch = update_launch(token, token, *states, (ring, ring), total, 128, 384, device_of(target))
+            count = torch.empty((), dtype=torch.int64, device="meta")
+            launch = update_launch(token, token, *states, ring, ring, count, 128, 384, device_of(target))
             print_line(dtype, name, compile_launch(launch, target).metadata.num_warps)
 
 
@@ -86,6 +87,41 @@ def test_compiles_for_every_target(target):
 def test_cuda_writes_what_the_reference_writes(preset, dtype):
     shares = differences(preset, "cuda", DTYPES[dtype], dims=(128, 64))
     assert shares[:2] == [0, 0] and max(shares) < 2e-3, shares
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_cuda_counts_each_token_once(captured):
+    """More programs than fit at once, one launch after the other: late ones must not read the count of the next."""
+    from tq_cache.backends.triton import update_preallocated
+
+    def tokens(count, first):
+        """Tokens that are their number, so that one in the wrong slot is seen."""
+        number = torch.arange(first, first + count, device="cuda", dtype=torch.float32).bfloat16()
+        return number[:, None].expand(256, 16, -1, 64).contiguous()
+
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 320, "reference")
+    storage.append(tokens(10, 0), tokens(10, 0))
+    states, step = storage.states, tokens(1, 0)
+
+    def update():
+        update_preallocated(states, step, step)
+        step.add_(1)
+
+    step.fill_(10)
+    update()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            update()
+    for _ in range(350):
+        graph.replay() if captured else update()
+    assert states.num_tokens.item() == 320  # full; a later count would be larger, or hold tickets
+    newest = torch.arange(192, 320, device="cuda")  # bfloat16 rounds numbers above 256 to even ones
+    for ring in (states.ring_keys, states.ring_values):
+        found = ring[:, :, newest % ring.shape[2]]
+        assert torch.equal(found, newest.bfloat16()[:, None].expand_as(found))
 
 
 if __name__ == "__main__":

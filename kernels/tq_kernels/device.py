@@ -30,6 +30,11 @@ class Device(NamedTuple):
         return self.backend == "cuda"
 
     @property
+    def starts_dependents(self) -> bool:
+        """Whether programs of a launch can start before the launch before it ends (programmatic dependent launch)."""
+        return self.is_nvidia and self.capability >= (9, 0)
+
+    @property
     def capability(self) -> tuple[int, int]:
         """Compute capability, as torch counts it on AMD GPUs too (gfx942 is 9.4); (0, 0) of what is no GPU."""
         if isinstance(self.arch, int):

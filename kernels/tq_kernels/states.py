@@ -64,6 +64,14 @@ class Transform(NamedTuple):
     center: torch.Tensor | None
 
 
+class PackedKeys(NamedTuple):
+    """Packed keys as attention reads them: `Packed` without a zero, and what brings queries to them."""
+
+    transform: Transform
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+
 class Tensors(NamedTuple):
     """The tensors of `States`, as the kernels take them that write."""
 
@@ -158,6 +166,10 @@ class States(_States):
         return Transform(self.rotation, self.smooth, self.center)
 
     @cached_property
+    def read_as_keys(self) -> PackedKeys:
+        return PackedKeys(self.transform, *self.read[:2])
+
+    @cached_property
     def layout(self) -> "Layout":
         """All that a launch depends on but the addresses."""
         strides = tuple(None if x is None else x.stride() for x in self.tensors)
@@ -204,17 +216,6 @@ class Layout:
         factor = head_scale if scale is None else scale
         assert packed is not None and factor is not None
         return PackedStrides(PairSteps(*packed[:2]), PairSteps(*factor[:2]))
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        return tuple(step for x in self.strides[:3] for step in ((0, 0) if x is None else x[:2]))
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        packed, scale, head_scale = self.strides[0], self.strides[1], self.strides[5]
-        factor = head_scale if scale is None else scale
-        assert packed is not None and factor is not None
-        return (*packed[:2], *factor[:2])
 
     def check(self, tokens: int) -> None:
         """See `States.check`."""

@@ -5,7 +5,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tq_kernels.decode.plan import MAX_QUERIES, decode
+from tq_kernels.decode.plan import decode
+from tq_kernels.decode.problem import MAX_QUERIES
 from tq_kernels.prefill.attend import prefill
 from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
@@ -43,9 +44,9 @@ def states_of(states: PackedStates) -> States:
     """Packed states as the kernels take them; the tensors are shared.  Made once."""
     made = _STATES.get(states)
     if made is None:
-        fmt, held, device = states.format, states.calibration, states.packed.device
+        fmt, measured, device = states.format, states.calibration, states.packed.device
         rotation = rotation_matrix(states.head_dim, device, torch.float32) if fmt.rotated else None
-        factors = (states.scale, states.zero, held.center, held.smooth, held.scale)
+        factors = (states.scale, states.zero, measured.center, measured.smooth, measured.scale)
         made = _STATES[states] = States(states.packed, *factors, rotation, coding_of(fmt))
     return made
 
@@ -105,15 +106,14 @@ def attend(
 
     There is no backward pass: a gradient that reaches the output raises RuntimeError.
     """
-    few = _fits_decode(query, view)
-    run, sinks, s_aux = (decode, "sinks", "s_aux") if few else (prefill, "sink_tokens", "sink_logits")
+    run = decode if _fits_decode(query, view) else prefill
     arguments: dict[str, Any] = {
         "packed_length": view.packed_length,
         "scaling": scaling,
-        sinks: None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        "sink_tokens": None if view.sink_keys is None else (view.sink_keys, view.sink_values),
         "mask": mask,
         "softcap": softcap,
-        s_aux: sink_logits,
+        "sink_logits": sink_logits,
         "causal": is_causal,
     }
     key, value = view.key and states_of(view.key), view.value and states_of(view.value)
@@ -148,27 +148,27 @@ def attend_preallocated(
             scaling=scaling,
             mask=mask,
             softcap=softcap,
-            s_aux=sink_logits,
-            total=states.num_tokens,
+            sink_logits=sink_logits,
+            num_tokens=states.num_tokens,
             residual_length=states.residual_length,
         )
     return out
 
 
 def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """See `Backend.update_preallocated`; the device is not waited for."""
+    """See `Backend.update_preallocated`: one launch; the device is not waited for."""
     with _on(keys.device):
         update(
             keys.detach(),
             values.detach(),
             states_of(states.key),
             states_of(states.value),
-            (states.ring_keys, states.ring_values),
+            states.ring_keys,
+            states.ring_values,
             states.num_tokens,
             states.residual_length,
             states.max_length,
         )
-        states.num_tokens.add_(1).clamp_(max=states.max_length)  # behind the kernel, whose programs all read it
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

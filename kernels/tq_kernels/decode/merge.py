@@ -7,11 +7,15 @@ import triton.language as tl
 from ..attention.scores import LOG2E
 from ..bits.hadamard import hadamard, is_power_of_two, log2
 from ..launch import Launch, Program
+from ..tuning import merge_warps
+from .arguments import QuerySteps
+
+NO_STEPS = QuerySteps(0, 0, 0)
 
 
 @triton.jit(do_not_specialize=["splits", "all_splits"])
 def decode_merge_kernel(
-    work, rotation, center, s_aux, out, lse, splits, all_splits, heads, strides,
+    work, rotation, center, sink_logits, out, lse, splits, all_splits, heads, steps,
     DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = one query of one of so many `heads` of one sequence; the first `splits` are of packed tokens."""
@@ -27,9 +31,9 @@ def decode_merge_kernel(
         diagonal = tl.load(rotation + channel)
     if center is not None:
         middle = tl.load(center + pair * DIM + channel, mask=inside, other=0)
-    if s_aux is not None:
+    if sink_logits is not None:
         head = index // QUERIES
-        logit = s_aux + head // heads * strides[0] + head % heads * strides[1] + index % QUERIES * strides[2]
+        logit = sink_logits + head // heads * steps.batch + head % heads * steps.head + index % QUERIES * steps.query
         logit = tl.load(logit).to(tl.float32) * LOG2E
     if PDL:  # no launch of decode has written what was read until here
         tl.extra.cuda.gdc_wait()
@@ -51,7 +55,7 @@ def decode_merge_kernel(
     if center is not None:
         sum_packed += middle * tl.sum(packed)
     result = sum_packed + exact
-    if s_aux is not None:  # one more logit, which gives nothing
+    if sink_logits is not None:  # one more logit, which gives nothing
         highest = tl.maximum(peak, logit)
         alpha = tl.exp2(peak - highest)
         peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
@@ -59,13 +63,6 @@ def decode_merge_kernel(
     tl.store(out + index * DIM + channel, result.to(out.dtype.element_ty), mask=inside)
     natural = (peak + tl.log2(tl.maximum(total, 1e-30))) / LOG2E
     tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
-
-
-def merge_warps(splits: int, value_dim: int) -> int:
-    """Warps of a program: while registers hold all partial outputs, a single one needs no shared memory to add them."""
-    if is_power_of_two(value_dim) and splits * value_dim <= 2048:
-        return 1
-    return 4 if splits * value_dim <= 16384 else 16
 
 
 def merge_program(device, value_dim, group, queries, all_splits, pdl):
@@ -76,10 +73,10 @@ def merge_program(device, value_dim, group, queries, all_splits, pdl):
     return Program(decode_merge_kernel, device, constants, options)
 
 
-def merge_launch(program, work, query, shape, value, splits, all_splits, s_aux):
+def merge_launch(program, work, query, value, sink_logits, shape, splits, all_splits):
     """The launch, output of that `shape` and log-sum-exp of `decode`; `value` is read if there are `splits` of it."""
     out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=torch.float32)
-    strides = (0, 0, 0) if s_aux is None else s_aux.stride()
+    steps = NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
     rotation, center = (value.rotation, value.center) if splits else (None, None)
-    arguments = (work, rotation, center, s_aux, out, lse, splits, all_splits, shape[1], strides)
+    arguments = (work, rotation, center, sink_logits, out, lse, splits, all_splits, shape[1], steps)
     return Launch(program, (shape[0] * shape[1] * shape[2], 1, 1), arguments), out, lse

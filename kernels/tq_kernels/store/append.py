@@ -9,31 +9,38 @@ import triton.language as tl
 
 from ..device import Device, describe
 from ..launch import Launch, Program, signature
+from ..states import TokenSteps
+from ..tuning import append_tile
 
-ELEMENTS = 2048  # of a tile
+
+class AppendStrides(NamedTuple):
+    key: TokenSteps
+    value: TokenSteps
+    tail_key: TokenSteps
+    tail_value: TokenSteps
 
 
 @triton.jit
-def _copy(x, buffer, x_strides, strides, start, tokens, DIM: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def _copy(x, buffer, x_steps, steps, start, tokens, DIM: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     batch, head = tl.program_id(2).to(tl.int64) // 2, tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, WIDTH)[None, :]
     mask = (token < tokens)[:, None] & (channel < DIM)
-    source = x + batch * x_strides[0] + head * x_strides[1] + token.to(tl.int64)[:, None] * x_strides[2]
-    target = buffer + batch * strides[0] + head * strides[1] + (start + token).to(tl.int64)[:, None] * strides[2]
+    source = x + batch * x_steps.batch + head * x_steps.head + token.to(tl.int64)[:, None] * x_steps.token
+    target = buffer + batch * steps.batch + head * steps.head + (start + token).to(tl.int64)[:, None] * steps.token
     tl.store(target + channel, tl.load(source + channel, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["start", "tokens"])
 def _append_kernel(
-    keys, values, tail_keys, tail_values, key_strides, value_strides, tail_key_strides, tail_value_strides,
-    start, tokens, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    keys, values, tail_keys, tail_values, strides, start, tokens,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program = TOKENS tokens of one (sequence, KV head), keys or values by the last axis of the grid."""
     if tl.program_id(2) % 2 == 0:
-        _copy(keys, tail_keys, key_strides, tail_key_strides, start, tokens, KEY_DIM, TOKENS, WIDTH)
+        _copy(keys, tail_keys, strides.key, strides.tail_key, start, tokens, KEY_DIM, TOKENS, WIDTH)
     else:
-        _copy(values, tail_values, value_strides, tail_value_strides, start, tokens, VALUE_DIM, TOKENS, WIDTH)
+        _copy(values, tail_values, strides.value, strides.tail_value, start, tokens, VALUE_DIM, TOKENS, WIDTH)
 
 
 def append(
@@ -57,7 +64,7 @@ def append_launch(keys, values, tail_keys, tail_values, start: int, device: Devi
         raise ValueError(f"expected start >= 0 and room for {plan.tokens} tokens, got start {start} of {plan.capacity}")
     if not plan.tokens:
         return None
-    return Launch(plan.program, plan.grid, (*tensors, *plan.strides, start, plan.tokens))
+    return Launch(plan.program, plan.grid, (*tensors, plan.strides, start, plan.tokens))
 
 
 class _Plan(NamedTuple):
@@ -67,7 +74,7 @@ class _Plan(NamedTuple):
     grid: tuple[int, int, int]
     tokens: int
     capacity: int  # tokens of the buffers
-    strides: tuple[tuple[int, ...], ...]
+    strides: AppendStrides
 
 
 @lru_cache(maxsize=256)
@@ -84,8 +91,9 @@ def _plan(device, *tensors) -> _Plan:
         )
     batch, heads, tokens, _ = keys
     width = triton.next_power_of_2(max(keys[3], values[3]))
-    rows = min(triton.next_power_of_2(max(tokens, 1)), max(1, ELEMENTS // width))
+    rows = append_tile(tokens, width)
     constants = dict(KEY_DIM=keys[3], VALUE_DIM=values[3], TOKENS=rows, WIDTH=width)
     grid = (-(-tokens // rows), heads, 2 * batch)
     program = Program(_append_kernel, device, constants, {})
-    return _Plan(program, grid, tokens, tail_keys[2], tuple(x.strides[:3] for x in tensors))
+    strides = AppendStrides(*(TokenSteps(*x.strides[:3]) for x in tensors))
+    return _Plan(program, grid, tokens, tail_keys[2], strides)

@@ -109,15 +109,15 @@ def _sign(x):
 
 
 @triton.jit
-def gaussian_codes(r, inside, CODING: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+def gaussian_codes(r, inside, VECTORS: tl.constexpr, ARITHMETIC: tl.constexpr):
     """Indices and signs of rotated r [64, WIDTH] (times `matrix_unit`), and their scale, float16 [64]."""
-    RULE: tl.constexpr = CODING[1]
-    MAGNITUDES: tl.constexpr = CODING[2]
-    UNIT: tl.constexpr = DIM**0.5 / CODING[3]
-    NORMALISE: tl.constexpr = _grid(MAGNITUDES) / matrix_unit(DIM, DTYPE)
+    RULE: tl.constexpr = VECTORS.rule
+    MAGNITUDES: tl.constexpr = VECTORS.magnitudes
+    UNIT: tl.constexpr = VECTORS.dim**0.5 / VECTORS.unit
+    NORMALISE: tl.constexpr = _grid(MAGNITUDES) / matrix_unit(VECTORS.dim, ARITHMETIC.operand)
     square = tl.sum(r * r, 1)
     size = tl.abs(r) * (UNIT / _divisor(tl.sqrt(square)))[:, None]
-    index, value = _nearest(size, MAGNITUDES, PTX)
+    index, value = _nearest(size, MAGNITUDES, ARITHMETIC.ptx)
     if inside is not None:
         value = tl.where(inside, value, 0.0)
     inner, values = square, square
@@ -145,9 +145,9 @@ def _larger(a, b):
 
 
 @triton.jit
-def uniform_codes(x, inside, CODING: tl.constexpr):
+def uniform_codes(x, inside, VECTORS: tl.constexpr):
     """Indices and signs of x [64, WIDTH] by equal steps, and step and zero, float16 [64]."""
-    MAGNITUDES: tl.constexpr = CODING[2]
+    MAGNITUDES: tl.constexpr = VECTORS.magnitudes
     LAST: tl.constexpr = len(MAGNITUDES) - 1
     low, high = x, x
     if inside is not None:

@@ -13,10 +13,10 @@ from ..bits.layout import BLOCK_TOKENS, channels, key_channels, tile_order
 from ..bits.to_float16 import decoders, load_keys, load_values
 from ..device import Device, describe
 from ..launch import Launch, Program
-from ..states import States
+from ..states import PackedStrides, PairSteps, States
+from ..tuning import DEQUANTIZE_WARPS, dequantize_blocks, dequantize_columns
 
 MAX_HEAD_DIM = 256  # wider rotations do not fit shared memory
-PROGRAMS, MOST_BLOCKS = 480, 16  # of a rotated format: each program reads the rotation, so fewer do more [H200]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -42,15 +42,15 @@ def _load_block(
 
 @triton.jit(do_not_specialize=["length", "blocks"])
 def _dequantize_kernel(
-    packed, factors, center, smooth, rotation, out, length, blocks, strides,
+    packed, center, smooth, rotation, out, length, blocks, strides,
     DIM: tl.constexpr, CODE: tl.constexpr, MODE: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program = COLUMNS channels of `blocks` blocks of one sequence and KV head."""
     BITS: tl.constexpr = CODE[0]
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = batch * tl.num_programs(1) + head
-    packed += batch * strides[0][0] + head * strides[0][1]
-    scale = factors[0] + batch * strides[1][0] + head * strides[1][1]
+    codes = packed.packed + (batch * strides.packed.batch + head * strides.packed.head)
+    scale = packed.scale + batch * strides.scale.batch + head * strides.scale.head
     if VALUE:
         source, order = tl.arange(0, channels(DIM)), tile_order(BITS, BLOCK_TOKENS)
         valid = source < DIM
@@ -65,15 +65,15 @@ def _dequantize_kernel(
     first = tl.program_id(0) // tl.cdiv(DIM, COLUMNS) * blocks
     for block in tl.range(first, tl.minimum(first + blocks, tl.cdiv(length, BLOCK_TOKENS))):
         token = block * BLOCK_TOKENS + order
-        x = _load_block(packed, block * BLOCK_TOKENS, DIM, CODE, MODE, VALUE)
+        x = _load_block(codes, block * BLOCK_TOKENS, DIM, CODE, MODE, VALUE)
         if rotation is not None:
             x = tl.dot(x, signs) * size[None, :]
         if scale.dtype.element_ty == tl.float32:  # one for all tokens
             x = x.to(tl.float32) * tl.load(scale)
         else:
             x = x.to(tl.float32) * tl.load(scale + token).to(tl.float32)[:, None]
-        if len(factors) == 2:
-            zero = factors[1] + batch * strides[2][0] + head * strides[2][1]
+        if packed.zero is not None:
+            zero = packed.zero + batch * strides.zero.batch + head * strides.zero.head
             x += tl.load(zero + token).to(tl.float32)[:, None]
         if smooth is not None:
             x *= tl.load(smooth + pair * DIM + column, mask=inside, other=0)[None, :]
@@ -81,11 +81,6 @@ def _dequantize_kernel(
             x += tl.load(center + pair * DIM + column, mask=inside, other=0)[None, :]
         place = (pair * length + token)[:, None] * DIM + column[None, :]
         tl.store(out + place, x.to(out.dtype.element_ty), mask=(token < length)[:, None] & inside[None, :])
-
-
-def columns_of(dim: int, rotated: bool) -> int:
-    """Channels of a program."""
-    return 64 if rotated and dim > 128 else channels(dim)
 
 
 def dequantize(states: States, length: int, dtype: torch.dtype, *, value: bool) -> torch.Tensor:
@@ -111,20 +106,18 @@ def dequantize_launch(
     if dim > MAX_HEAD_DIM or dtype not in DTYPES:
         raise ValueError(
             f"expected a head_dim of at most {MAX_HEAD_DIM} and a dtype of {DTYPES}, got {dim} and {dtype}; "
-            "use the reference, `tq_cache.quantizers.dequantize`"
+            "use the reference, `tq_cache.backends.quantizers.dequantize`"
         )
     batch, heads = states.packed.shape[:2]
     out = torch.empty(batch, heads, length, dim, dtype=dtype, device=states.packed.device)
     if out.numel() == 0:
         return None, out
-    columns = columns_of(dim, states.coding.rotated)
-    count, blocks = triton.cdiv(length, BLOCK_TOKENS.value), 1
-    if states.coding.rotated:
-        blocks = max(1, min(count * heads * batch // PROGRAMS, MOST_BLOCKS))
+    rotated, count = states.coding.rotated, triton.cdiv(length, BLOCK_TOKENS.value)
+    columns = dequantize_columns(channels(dim), rotated)
+    blocks = dequantize_blocks(count * heads * batch, rotated)
     grid = (triton.cdiv(count, blocks) * triton.cdiv(dim, columns), heads, batch)
     constants = dict(DIM=dim, CODE=states.coding.code, MODE=decoders(device), VALUE=value, COLUMNS=columns)
-    strides = tuple(x.stride()[:2] for x in (states.packed, *states.factors))
-    arguments = (
-        states.packed, states.factors, states.center, states.smooth, states.rotation, out, length, blocks, strides,
-    )  # fmt: skip
-    return Launch(Program(_dequantize_kernel, device, constants, dict(num_warps=4)), grid, arguments), out
+    strides = PackedStrides(*(None if x is None else PairSteps(*x.stride()[:2]) for x in states.read))
+    arguments = (states.read, states.center, states.smooth, states.rotation, out, length, blocks, strides)
+    program = Program(_dequantize_kernel, device, constants, dict(num_warps=DEQUANTIZE_WARPS))
+    return Launch(program, grid, arguments), out

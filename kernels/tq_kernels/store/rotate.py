@@ -72,16 +72,15 @@ def rotate_halves(x, stride, row, valid, matrices, centers, DIM: tl.constexpr, P
 
 @triton.jit
 def rotate_whole(
-    x, stride, row, valid, held, column,
+    x, stride, row, valid, transform, column,
     DIM: tl.constexpr, DTYPE: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rotated rows, any DIM: M is made anew for each tile, 32 of its rows at a time."""
-    center, smooth, rotation = held
     out = tl.zeros((64, column.shape[0]), tl.float32)
     shift = tl.zeros((column.shape[0],), tl.float32)
     for start in tl.range(0, column.shape[0], 32):
         channel = start + tl.arange(0, 32)
-        matrix = matrix_terms(rotation, smooth, channel, column, DIM, DTYPE, TERMS)
+        matrix = matrix_terms(transform.rotation, transform.smooth, channel, column, DIM, DTYPE, TERMS)
         out = _product(load_rows(x, stride, row, valid, channel, DIM), matrix, out, PRECISION)
-        shift += rotated_center(center, matrix, channel, DIM)
+        shift += rotated_center(transform.center, matrix, channel, DIM)
     return out - shift[None, :]

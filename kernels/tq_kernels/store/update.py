@@ -1,7 +1,8 @@
-"""Update of a preallocated layer by one token, in one launch that reads its place from the device.
+"""Update of a preallocated layer by one token, in one launch that reads its place from the device and counts it.
 
-The layer is drawn in `tq_cache/static_parts.py`: packed blocks, and a ring of the newest tokens that has room for a
-block more than `residual_length`, so that the block that is packed and the token that comes never share a slot.
+The layer is drawn at `PreallocatedStates` in `tq_cache/formats/states.py`: packed blocks, and a ring of the newest
+tokens that has room for a block more than `residual_length`, so that the block that is packed and the token that comes
+never share a slot.
 """
 
 from functools import lru_cache
@@ -14,59 +15,87 @@ import triton.language as tl
 from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
 from ..launch import Launch, Program, aligned, signature
-from ..states import States
-from .quantize import choose, quantize_blocks
+from ..states import PairSteps, States, TokenSteps
+from ..tuning import quantize_choices
+from .quantize import StoreStrides, quantize_blocks
+
+
+class Sizes(NamedTuple):
+    """In tokens: how many stay exact, how many there is room for, slots of the ring."""
+
+    residual_length: int
+    max_length: int
+    ring_slots: int
+
+
+class UpdateStrides(NamedTuple):
+    """Of the new token, of rings and packed states."""
+
+    new_key: PairSteps
+    new_value: PairSteps
+    key: StoreStrides
+    value: StoreStrides
+
+
+TICKET = tl.constexpr(1 << 32)
 
 
 @triton.jit
-def _copy(x, ring, x_strides, strides, slot, DIM: tl.constexpr):
+def _count_token(num_tokens, max_length):
+    """How many tokens there were before this launch, int32; its last program counts the new one, if there is room.
+
+    Reading is taking a ticket, in the upper half of the count: whoever gets the last one knows that every program has
+    read, and takes the tickets away again.  Without it, a program that starts late could read the next count.
+    """
+    programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+    seen = tl.atomic_add(num_tokens, TICKET)
+    count = seen.to(tl.int32)  # the lower half
+    if (seen >> 32) == programs - 1:
+        tl.atomic_add(num_tokens, (count < max_length).to(tl.int64) - programs * TICKET)
+    return count
+
+
+@triton.jit
+def _copy(x, ring, x_steps, steps, slot, DIM: tl.constexpr):
     """One vector of `x` to its slot."""
     batch, head = tl.program_id(2).to(tl.int64) // 2, tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, triton.next_power_of_2(DIM))
-    vector = tl.load(x + batch * x_strides[0] + head * x_strides[1] + channel, mask=channel < DIM)
-    ring += batch * strides[0] + head * strides[1] + slot.to(tl.int64) * strides[2]
+    vector = tl.load(x + batch * x_steps.batch + head * x_steps.head + channel, mask=channel < DIM)
+    ring += batch * steps.batch + head * steps.head + slot.to(tl.int64) * steps.token
     tl.store(ring + channel, vector, mask=channel < DIM)
 
 
 @triton.jit
 def _update_side(
-    x, side, x_strides, strides, count, sizes, CODING: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
-    DTYPE: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, NATIVE: tl.constexpr,
+    x, ring, states, x_steps, strides, count, sizes, VALUE: tl.constexpr, VECTORS: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     """Keys, or values: program 0 packs the oldest block if the ring is full, program 1 writes the new token."""
-    ring, packed, scale, zero, center, smooth, head_scale, rotation = side
     if tl.program_id(0) == 1:
-        _copy(x, ring, x_strides, strides, count % sizes[2], DIM)
+        _copy(x, ring, x_steps, strides.x, count % sizes.ring_slots, VECTORS.dim)
     else:
-        start = tl.cdiv(tl.maximum(count - sizes[0], 0), BLOCK_TOKENS) * BLOCK_TOKENS
-        if count - start == sizes[0]:
-            ring += (start % sizes[2]).to(tl.int64) * strides[2]
-            block = (ring, packed, scale, zero, center, smooth, head_scale, rotation)
-            quantize_blocks(
-                block, strides, start, start + BLOCK_TOKENS, CODING, DIM, VALUE, DTYPE, TERMS, PRECISION, PTX, NATIVE,
-                1, 1,
-            )  # fmt: skip
+        start = tl.cdiv(tl.maximum(count - sizes.residual_length, 0), BLOCK_TOKENS) * BLOCK_TOKENS
+        if count - start == sizes.residual_length:
+            ring += (start % sizes.ring_slots).to(tl.int64) * strides.x.token
+            end = start + BLOCK_TOKENS
+            quantize_blocks(ring, states, strides, start, end, VALUE, VECTORS, ARITHMETIC, 1, 1)
 
 
 @triton.jit
 def _update_kernel(
-    keys, values, key, value, token_strides, key_strides, value_strides, total, sizes,
-    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DTYPE: tl.constexpr, KEY_TERMS: tl.constexpr, VALUE_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-    PTX: tl.constexpr, NATIVE: tl.constexpr,
+    keys, values, ring_keys, key, ring_values, value, strides, num_tokens, sizes,
+    KEY: tl.constexpr, VALUE: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values by the last axis of the grid.  sizes = (residual length, most tokens, slots of the ring)."""
-    count = tl.load(total).to(tl.int32)
-    if count < sizes[1]:
+    """Keys or values by the last axis of the grid."""
+    count = _count_token(num_tokens, sizes.max_length)
+    if count < sizes.max_length:
         if tl.program_id(2) % 2 == 0:
             _update_side(
-                keys, key, token_strides[0], key_strides, count, sizes, KEY, KEY_DIM, False, DTYPE, KEY_TERMS,
-                PRECISION, PTX, NATIVE,
+                keys, ring_keys, key, strides.new_key, strides.key, count, sizes, False, KEY, ARITHMETIC
             )  # fmt: skip
         else:
             _update_side(
-                values, value, token_strides[1], value_strides, count, sizes, VALUE, VALUE_DIM, True, DTYPE,
-                VALUE_TERMS, PRECISION, PTX, NATIVE,
+                values, ring_values, value, strides.new_value, strides.value, count, sizes, True, VALUE, ARITHMETIC
             )  # fmt: skip
 
 
@@ -75,31 +104,38 @@ def update(
     values: torch.Tensor,
     key: States,
     value: States,
-    ring: tuple[torch.Tensor, torch.Tensor],
-    total: torch.Tensor,
+    ring_keys: torch.Tensor,
+    ring_values: torch.Tensor,
+    num_tokens: torch.Tensor,
     residual_length: int,
     max_length: int,
 ) -> None:
-    """Write keys [B, H_kv, 1, D] and values [B, H_kv, 1, D_v] as token `total`, int64 [] on the device.
+    """Write keys [B, H_kv, 1, D] and values [B, H_kv, 1, D_v] as token `num_tokens`, int64 [] on the device; count it.
 
     key, value: packed states, written in place when the ring of `residual_length` newest tokens is full
-    ring:       of keys and values, [B, H_kv, slots, D or D_v] in their dtype
+    ring_keys, ring_values: [B, H_kv, slots, D or D_v] in the dtype of keys and values
 
-    Writes nothing if there are `max_length` tokens.  Raises ValueError if shapes or dtypes do not fit.
+    Writes and counts nothing if there are `max_length` tokens.  Raises ValueError if shapes or dtypes do not fit.
     """
-    update_launch(keys, values, key, value, ring, total, residual_length, max_length, describe(keys.device)).run()
+    device = describe(keys.device)
+    update_launch(
+        keys, values, key, value, ring_keys, ring_values, num_tokens, residual_length, max_length, device
+    ).run()  # fmt: skip
 
 
 def update_launch(
-    keys, values, key: States, value: States, ring, total, residual_length: int, max_length: int, device: Device
-) -> Launch:
+    keys: torch.Tensor, values: torch.Tensor, key: States, value: States, ring_keys: torch.Tensor,
+    ring_values: torch.Tensor, num_tokens: torch.Tensor, residual_length: int, max_length: int, device: Device,
+) -> Launch:  # fmt: skip
     """The launch of `update`."""
     plan = _plan(
-        device, *map(signature, (keys, values, *ring)), key.layout, value.layout, residual_length, max_length,
-        aligned(total),
+        device, signature(keys), signature(values), signature(ring_keys), signature(ring_values), key.layout,
+        value.layout, residual_length, max_length, aligned(num_tokens),
     )  # fmt: skip
-    sides = (ring[0], *key[:7]), (ring[1], *value[:7])
-    return Launch(plan.program, plan.grid, (keys, values, *sides, *plan.strides, total, plan.sizes))
+    arguments = (
+        keys, values, ring_keys, key.tensors, ring_values, value.tensors, plan.strides, num_tokens, plan.sizes,
+    )  # fmt: skip
+    return Launch(plan.program, plan.grid, arguments)
 
 
 class _Plan(NamedTuple):
@@ -107,28 +143,28 @@ class _Plan(NamedTuple):
 
     program: Program
     grid: tuple[int, int, int]
-    strides: tuple[tuple, ...]  # of the new token, of keys, of values
-    sizes: tuple[int, int, int]
+    strides: UpdateStrides
+    sizes: Sizes
 
 
 @lru_cache(maxsize=256)
 def _plan(device, keys, values, ring_keys, ring_values, key, value, residual_length, max_length, present) -> _Plan:
-    """Raises ValueError as `update` does; present: whether `total` is aligned."""
-    for x, layout, held in ((keys, key, ring_keys), (values, value, ring_values)):
+    """Raises ValueError as `update` does; present: whether `num_tokens` is aligned."""
+    for x, layout, ring in ((keys, key, ring_keys), (values, value, ring_values)):
         wanted = (*layout.shape[:2], 1, layout.head_dim)
-        if tuple(x.shape) != wanted or x.dtype != held.dtype or x.strides[3] != 1:
+        if tuple(x.shape) != wanted or x.dtype != ring.dtype or x.strides[3] != 1:
             raise ValueError(
-                f"expected {list(wanted)} in {held.dtype} with stride 1 in the last dimension, "
+                f"expected {list(wanted)} in {ring.dtype} with stride 1 in the last dimension, "
                 f"got {x.dtype} {list(x.shape)} with strides {x.strides}"
             )
         layout.check(0)
-    constants, options = choose(key, value, keys.dtype, device)
-    constants.pop("STAGES")
-    strides = (
-        (keys.strides[:2], values.strides[:2]),
-        (*ring_keys.strides[:3], *key.steps),
-        (*ring_values.strides[:3], *value.steps),
+    constants, options = quantize_choices(key, value, keys.dtype, device)
+    strides = UpdateStrides(
+        PairSteps(*keys.strides[:2]),
+        PairSteps(*values.strides[:2]),
+        StoreStrides(TokenSteps(*ring_keys.strides[:3]), key.stored_strides),
+        StoreStrides(TokenSteps(*ring_values.strides[:3]), value.stored_strides),
     )
-    sizes = (residual_length, max_length, ring_keys.shape[2])
+    sizes = Sizes(residual_length, max_length, ring_keys.shape[2])
     grid = (2, keys.shape[1], 2 * keys.shape[0])
     return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)

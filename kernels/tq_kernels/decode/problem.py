@@ -1,0 +1,97 @@
+"""A problem of decode: what a call is given, all that its plan depends on, and what is refused."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..device import Device
+from ..launch import Signature
+from ..states import BLOCK_TOKENS, Layout, States
+from ..tuning import Arithmetic
+
+MAX_QUERIES = 16
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Problem(NamedTuple):
+    """What one call of `decode` is given (see there), and on which device."""
+
+    device: Device
+    query: torch.Tensor
+    key: States | None
+    value: States | None
+    tail_keys: torch.Tensor
+    tail_values: torch.Tensor
+    packed_length: int
+    scaling: float
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+    mask: torch.Tensor | None = None
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+    causal: bool = True
+    lengths: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
+    residual_length: int = 0
+    arithmetic: Arithmetic | None = None
+    splits: int | None = None
+
+
+class Key(NamedTuple):
+    """All that the plan for a problem depends on: signatures, layouts and flags.
+
+    counts: whether `lengths` and `num_tokens` are aligned, None where there is none
+    """
+
+    device: Device
+    query: Signature
+    key: Layout | None
+    value: Layout | None
+    tail_keys: Signature
+    tail_values: Signature
+    packed_length: int
+    sink_keys: Signature | None
+    sink_values: Signature | None
+    mask: Signature | None
+    mask_kind: int
+    capped: bool
+    sink_logits: Signature | None
+    causal: bool
+    counts: tuple[bool | None, ...]
+    residual_length: int
+    arithmetic: Arithmetic | None
+    splits: int | None
+
+
+def check(given: Key, key: Layout, value: Layout) -> None:
+    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
+    key.check(given.packed_length)
+    value.check(given.packed_length)
+    query, keys, values = given.query, given.tail_keys, given.tail_values
+    batch, heads, queries, dim = query.shape
+    kv_heads, tail = keys.shape[1:3]
+    if not 0 < queries <= MAX_QUERIES:
+        raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; prefill takes more")
+    if heads % kv_heads or keys.shape != (batch, kv_heads, tail, dim) or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"expected keys [{batch}, a divisor of {heads}, n, {dim}] and values that differ at most in head_dim, "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
+    found = (*key.shape[:2], key.head_dim, *value.shape[:2], value.head_dim)
+    if found != (batch, kv_heads, dim, batch, kv_heads, values.shape[3]):
+        raise ValueError(
+            f"expected packed states of {batch} sequences, {kv_heads} KV heads, head_dim {dim} and {values.shape[3]}, "
+            f"got {list(found[:3])} and {list(found[3:])}"
+        )
+    dtypes = query.dtype, keys.dtype, values.dtype
+    if len(set(dtypes)) > 1 or query.dtype not in QUERY_DTYPES:
+        raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {', '.join(map(str, dtypes))}")
+    if (query.strides[3], keys.strides[3], values.strides[3]) != (1, 1, 1):
+        raise ValueError("expected query, keys and values whose last dimension is contiguous")
+    counted = given.counts[1] is not None
+    if counted and (queries > 1 or tail % BLOCK_TOKENS):
+        raise ValueError(
+            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail} slots"
+        )
+    tokens, mask = 1 if counted else given.packed_length + tail, given.mask
+    if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
+        raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")

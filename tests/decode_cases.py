@@ -1,0 +1,179 @@
+"""Cases of decode for its tests, and what comes of them: budgets that the kernels take, on any device."""
+
+from dataclasses import dataclass, field
+
+import torch
+from error_budget import Roundings, attention, exact_parts, ratios, relative_error, seeded
+
+from tq_cache.formats.presets import FORMATS, PRESETS, Preset
+from tq_cache.formats.states import KVView
+from tq_cache.storage.growing import GrowingStorage
+from tq_cache.storage.preallocated import PreallocatedStorage
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache and a query for it."""
+
+    preset: str  # or "key format/value format"
+    tokens: int = 192  # packed ones, at most
+    group: int = 4
+    dim: int = 64
+    value_dim: int | None = None
+    batch: int = 2
+    heads: int = 1
+    queries: int = 1
+    tail: int = 0
+    sinks: int = 0
+    mask: str = ""  # "rows" (left padding), "full" or "float"
+    options: dict = field(default_factory=dict)
+    splits: int | None = 2
+
+    def view(self, device="cpu", dtype=torch.float32):
+        """What a storage holds; `tail` tokens more than whole blocks stay exact."""
+        generator = seeded(self.tokens + self.dim)
+        storage = GrowingStorage(preset_of(self.preset), self.tail, self.sinks, "reference")
+        shape = (self.batch, self.heads, self.sinks + self.tokens + self.tail)
+        keys = torch.randn(*shape, self.dim, generator=generator) + 0.5
+        values = torch.randn(*shape, self.value_dim or self.dim, generator=generator) - 0.5
+        storage.append(keys.to(device, dtype), values.to(device, dtype))
+        return storage.view()
+
+    def query(self, device="cpu", dtype=torch.float32):
+        generator = seeded(1)
+        shape = (self.batch, self.heads * self.group, self.queries, self.dim)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def make_mask(self, length, device="cpu"):
+        if not self.mask:
+            return None
+        if self.mask == "rows":
+            start = 7 + 30 * torch.arange(self.batch, device=device)
+            mask = torch.arange(length, device=device) >= start[:, None]
+            return mask[:, None, None].expand(-1, 1, self.queries, -1)
+        generator = seeded(2)
+        shape = (1, self.heads * self.group, self.queries, length)
+        noise = torch.randn(shape, generator=generator).to(device)
+        return noise > -0.5 if self.mask == "full" else noise
+
+    def make_options(self, device="cpu"):
+        options = dict(self.options)
+        if options.pop("sink_logits", False):
+            options["sink_logits"] = torch.linspace(-1, 3, self.heads * self.group, device=device)[None, :, None]
+        return options
+
+
+def preset_of(name):
+    if name in PRESETS:
+        return PRESETS[name]
+    key, value = name.split("/")
+    return Preset(name, FORMATS["key"][key], FORMATS["value"][value])
+
+
+FEATURES = {
+    "tail": Case("tq4", tail=40),
+    "sink tokens": Case("tq3", tail=70, sinks=5),
+    "padding": Case("tq4", tail=20, sinks=4, mask="rows"),
+    "full mask": Case("4bit_nc", tail=20, mask="full"),
+    "float mask": Case("tq3", tail=20, mask="float", queries=2),
+    "soft cap": Case("tq4", tail=20, options={"softcap": 2.0}),
+    "sink logits": Case("k8v4", tail=20, options={"sink_logits": True}),
+    "queries": Case("tq4", tail=30, queries=5),
+    "queries, no tail": Case("tq2", tokens=128, queries=4),
+    "16 queries": Case("4bit_nc", tail=7, queries=16, group=3),
+    "all": Case("tq_k3v4", tail=30, sinks=3, queries=2, mask="full", options={"sink_logits": True, "softcap": 3.0}),
+    "two widths": Case("tq4", dim=96, value_dim=64, tail=10),
+    "one token": Case("3bit_nc", tokens=1, splits=1),
+    "many splits": Case("3bit_nc", tokens=700, splits=5, batch=1),
+}
+KEYS, VALUES = ("fp8_e4m3", "nc4", "tq3", "tq2"), ("fp8_e4m3", "uniform4", "uniform3", "tq4", "tq3", "tq2")
+CASES = (
+    {f"{key}/{value}": Case(f"{key}/{value}", tokens=130, batch=1) for key in KEYS for value in VALUES}
+    | {"e5m2": Case("fp8_e5m2", tokens=130)}
+    | {f"group {group}": Case("tq4", group=group, batch=1) for group in (1, 7, 16)}
+    | {f"dim {dim} {preset}": Case(preset, dim=dim, tokens=130, batch=1)
+       for dim in (80, 96, 128, 256) for preset in ("tq4", "3bit_nc", "k8v4")}
+    | FEATURES
+)  # fmt: skip
+
+
+def run_kernel(case, view, query, mask, options, **choices):
+    """`decode` on a view, as `backends.triton` calls it, with other choices."""
+    from tq_kernels.decode.plan import decode
+
+    from tq_cache.backends.triton import states_of
+
+    return decode(
+        query,
+        states_of(view.key),
+        states_of(view.value),
+        view.tail_keys,
+        view.tail_values,
+        packed_length=view.packed_length,
+        scaling=query.shape[-1] ** -0.5,
+        sink_tokens=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        mask=mask,
+        softcap=options.get("softcap"),
+        sink_logits=options.get("sink_logits"),
+        **{"splits": case.splits} | choices,
+    )
+
+
+def expect(case, view, query, mask, options, roundings):
+    """Attention in float64 and its error budgets."""
+    if mask is None and case.queries > 1:
+        mask = torch.ones(case.queries, view.length, dtype=torch.bool, device=query.device)
+        mask = mask.tril(view.length - case.queries)[None, None]
+    return attention(query, *exact_parts(view), mask, query.shape[-1] ** -0.5, roundings, **options)
+
+
+# Preset, residual length, lengths of the chunks: packed and ring, ring alone, one that has wrapped, all exact.
+STATIC = (("tq4", 64, (100,)), ("3bit_nc", 128, (60,)), ("k8v4", 64, (200, 1, 1, 90)), ("4bit_nc", 512, (300,)))
+
+
+def static_storage(preset, residual_length, chunks, device="cpu", dtype=torch.float32, dim=64):
+    generator = seeded(0)
+    storage = PreallocatedStorage(PRESETS[preset], residual_length, 400, "reference")
+    for tokens in chunks:
+        keys, values = (torch.randn(2, 2, tokens, dim, generator=generator).to(device, dtype) for _ in range(2))
+        storage.append(keys + 0.3, values - 0.3)
+    return storage
+
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}  # of the relative error, whatever the budget
+
+
+def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.float32):
+    """Shares of the error budget of attention over a preallocated layer, without and with a padding mask."""
+    from tq_cache.backends.triton import attend_preallocated
+
+    storage = static_storage(preset, residual_length, chunks, device, dtype)
+    query = torch.randn(2, 8, 1, 64, generator=seeded(1)).to(device, dtype)
+    padding = torch.arange(400, device=device) >= torch.tensor([[0], [37]], device=device)
+    view, found = storage.view(), []
+    for mask in (None, padding[:, None, None]):
+        seen = None if mask is None else mask[..., : view.length]
+        expected = attention(query, *exact_parts(view), seen, 0.125, Roundings.of_kernels(dtype, float8=True))
+        out = attend_preallocated(query, storage.states, mask, 0.125)
+        found += (*ratios(out, expected.lse, expected), relative_error(out, expected.out) / LIMITS[dtype])
+    return found
+
+
+def compare_exact(tokens, queries, device="cpu", dtype=torch.float32):
+    """Shares of the error budgets of attention where nothing is packed; causal, then with a mask."""
+    from tq_cache.backends.triton import attend
+
+    generator = seeded(0)
+    shapes = ((2, 8, queries, 64), (2, 2, tokens, 64), (2, 2, tokens, 48))
+    query, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    causal = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+    mask = causal & (torch.arange(tokens, device=device) >= torch.tensor([0, 3], device=device)[:, None, None, None])
+    found = []
+    for given, seen in ((None, causal), (mask, mask)):
+        expected = attention(query, keys, values, seen, 0.125, Roundings.of_kernels(dtype))
+        out, lse = attend(query, KVView(keys, values), given, 0.125)
+        found += (*ratios(out, lse, expected), relative_error(out, expected.out) / LIMITS[dtype])
+    return found
+
+
+EXACT = ((1, 1), (70, 1), (70, 5))
