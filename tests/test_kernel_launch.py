@@ -49,7 +49,7 @@ def forget() -> None:
 
 def function_caches() -> dict[str, Any]:
     """Every `lru_cache` of the kernels' package."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("tq_kernels"):
             found |= {f"{name}.{key}": x for key, x in vars(module).items() if hasattr(x, "cache_info")}

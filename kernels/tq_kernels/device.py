@@ -15,7 +15,7 @@ class Device(NamedTuple):
     multiprocessors: 1 of what is no GPU
     shared_memory:   bytes of a multiprocessor; more than enough of what is no GPU
     program_memory:  bytes of shared memory that one program may have
-    index:           which of the machine's GPUs: what is compiled belongs to one
+    ordinal:         which of the machine's GPUs: what is compiled belongs to one
     """
 
     backend: str = "interpreter"
@@ -23,7 +23,7 @@ class Device(NamedTuple):
     multiprocessors: int = 1
     shared_memory: int = 1 << 30
     program_memory: int = 0
-    index: int | None = None
+    ordinal: int | None = None
 
     @property
     def is_nvidia(self) -> bool:
@@ -51,7 +51,8 @@ def describe(device: torch.device) -> Device:
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return NO_GPU
     found = torch.cuda.get_device_properties(device)
-    backend, arch = "cuda", 10 * found.major + found.minor
+    backend: str = "cuda"
+    arch: int | str = 10 * found.major + found.minor
     if torch.version.hip is not None:
         backend, arch = "hip", found.gcnArchName.split(":")[0]
     return Device(

@@ -28,7 +28,7 @@ class Program:
 
     __slots__ = ("kernel", "device", "constants", "options", "compiled")
 
-    def __init__(self, kernel: Any, device: Device, constants: dict[str, Any], options: dict[str, Any]):
+    def __init__(self, kernel: Any, device: Device, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.kernel, self.device, self.constants, self.options = kernel, device, constants, options
         self.compiled: tuple[Any, tuple[Any, ...]] | None = None  # once launched: by Triton, and the constants' values
 
@@ -75,7 +75,7 @@ def _find(program: Program, grid: tuple[int, int, int], arguments: tuple[Any, ..
     return False
 
 
-def kind(x: Any, specialised: bool = True, sized: bool = False) -> Hashable:
+def kind(x: Any, specialised: bool = True, sized: bool = False) -> Any:
     """What Triton specialises on of an argument: two of one kind share what is compiled.
 
     Of an integer whether it is 1, a multiple of 16, and its width; of those in `do_not_specialize` (not `specialised`)

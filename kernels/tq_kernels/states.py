@@ -159,7 +159,8 @@ class States(_States):
     @cached_property
     def read(self) -> Packed:
         """What attention reads of it."""
-        return Packed(self.packed, *(*self.factors, None)[:2])
+        scale, *zero = self.factors
+        return Packed(self.packed, scale, zero[0] if zero else None)
 
     @cached_property
     def transform(self) -> Transform:

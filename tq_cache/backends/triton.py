@@ -116,7 +116,7 @@ def attend(
         "sink_logits": sink_logits,
         "causal": is_causal,
     }
-    key, value = view.key and states_of(view.key), view.value and states_of(view.value)
+    key, value = (None if states is None else states_of(states) for states in (view.key, view.value))
     query_, tail_keys, tail_values = query, view.tail_keys, view.tail_values
     if torch.is_grad_enabled():
         query_, tail_keys, tail_values = query.detach(), tail_keys.detach(), tail_values.detach()

@@ -114,7 +114,7 @@ def _plain_words(planes, BITS: tl.constexpr, TABLE: tl.constexpr):
     x = ()
     for part in tl.static_range(parts(BITS)):
         for i in tl.static_range(4):
-            x = x + (_plain_code(planes, part, i, BITS, TABLE),)
+            x = x + (_plain_code(planes, part, i, BITS, TABLE),)  # type: ignore[assignment]
     return x
 
 

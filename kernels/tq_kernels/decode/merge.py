@@ -1,12 +1,16 @@
 """The last launch of decode: joins the splits, and undoes rotation and centre of the values in the packed ones."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..attention.scores import LOG2E
 from ..bits.hadamard import hadamard, is_power_of_two, log2
+from ..device import Device
 from ..launch import Launch, Program
+from ..states import States
 from ..tuning import merge_warps
 from .arguments import QuerySteps
 
@@ -65,18 +69,21 @@ def decode_merge_kernel(
     tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
 
 
-def merge_program(device, value_dim, group, queries, all_splits, pdl):
+def merge_program(device: Device, value_dim: int, group: int, queries: int, all_splits: int, pdl: bool) -> Program:
     splits = triton.next_power_of_2(all_splits)
-    constants = dict(DIM=value_dim, GROUP=group, QUERIES=queries, SPLITS=splits, PDL=pdl)
+    constants: dict[str, Any] = dict(DIM=value_dim, GROUP=group, QUERIES=queries, SPLITS=splits, PDL=pdl)
     # The launch before it waits for all that was launched before.
     options = dict(num_warps=merge_warps(splits, value_dim), **({"launch_pdl": True} if pdl else {}))
     return Program(decode_merge_kernel, device, constants, options)
 
 
-def merge_launch(program, work, query, value, sink_logits, shape, splits, all_splits):
+def merge_launch(
+    program: Program, work: torch.Tensor, query: torch.Tensor, value: States | None, sink_logits: torch.Tensor | None,
+    shape: tuple[int, int, int, int], splits: int, all_splits: int,
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The launch, output of that `shape` and log-sum-exp of `decode`; `value` is read if there are `splits` of it."""
     out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=torch.float32)
     steps = NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
-    rotation, center = (value.rotation, value.center) if splits else (None, None)
+    rotation, center = (value.rotation, value.center) if value is not None and splits else (None, None)
     arguments = (work, rotation, center, sink_logits, out, lse, splits, all_splits, shape[1], steps)
     return Launch(program, (shape[0] * shape[1] * shape[2], 1, 1), arguments), out, lse

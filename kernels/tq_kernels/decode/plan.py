@@ -9,7 +9,7 @@ Query columns of a KV head are head after head, `queries` of each, in tiles of `
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -137,7 +137,8 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
         counts = Counts(lengths, num_tokens, None if num_tokens is None else plan.tail_length)
     work = query.new_empty(plan.work, dtype=torch.float32)
     exact, scales = ExactTokens(tail_keys, tail_values, sink_keys, sink_values), _scales(scaling, softcap)
-    launches, arguments = [], None
+    launches: list[Launch] = []
+    arguments: tuple[Any, ...]
     if plan.splits:
         assert key is not None and value is not None  # checked by the plan
         rotated_query = None
@@ -196,11 +197,9 @@ def _plan(given: Key) -> Plan:
         value.coding.bits, shape.columns, value_dim, (key.shape[3] + value.shape[3]) // BLOCK_TOKENS,
         device.shared_memory, arithmetic.operand == tl.float8e4nv,
     )  # fmt: skip
-    programs, splits = batch * kv_heads * tiles, 0
-    if given.packed_length:
-        splits = given.splits
-        if splits is None:
-            splits = tuning.packed_splits(config, programs, given.packed_length, device.multiprocessors)
+    programs, splits = batch * kv_heads * tiles, given.splits if given.packed_length else 0
+    if splits is None:
+        splits = tuning.packed_splits(config, programs, given.packed_length, device.multiprocessors)
     all_splits = splits + (given.sink_keys is not None)
     all_splits += tuning.exact_splits(programs, tail_length, device.multiprocessors, beside=splits > 0)
     if splits:
@@ -220,14 +219,16 @@ def _plan(given: Key) -> Plan:
 
 
 def _strides(given: Key, key: Layout, value: Layout, packed: bool) -> Strides:
-    exact = given.tail_keys, given.tail_values
-    exact = *exact, given.sink_keys or exact[0], given.sink_values or exact[1]
+    tail_keys, tail_values = given.tail_keys, given.tail_values
     return Strides(
         QuerySteps(*given.query.strides[:3]),
         key.read_strides if packed else None,
         value.read_strides if packed else None,
-        *(TokenSteps(*x.strides[:3]) for x in exact),
-        MaskSteps(*(0, 0, 0, 0) if given.mask is None else given.mask.strides),
+        TokenSteps(*tail_keys.strides[:3]),
+        TokenSteps(*tail_values.strides[:3]),
+        TokenSteps(*(given.sink_keys or tail_keys).strides[:3]),
+        TokenSteps(*(given.sink_values or tail_values).strides[:3]),
+        MaskSteps(*((0, 0, 0, 0) if given.mask is None else given.mask.strides)),
     )
 
 
@@ -242,7 +243,9 @@ def _rotate_program(device: Device, shape: Shape, arithmetic: Arithmetic) -> Pro
     return Program(rotate_query_kernel, device, constants, {})
 
 
-def _packed_program(given: Key, key, value, shape: Shape, arithmetic: Arithmetic, config: tuning.Config) -> Program:
+def _packed_program(
+    given: Key, key: Layout, value: Layout, shape: Shape, arithmetic: Arithmetic, config: tuning.Config
+) -> Program:
     device, dims = given.device, (shape.dim, shape.value_dim)
     step, _ = tuning.exact_steps(dims, given.query.dtype.itemsize, device.shared_memory)
     repeats = max(config.tile // 16 // config.warps, 1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..device import Device, describe
-from ..launch import Launch, Program, signature
+from ..launch import Launch, Program, Signature, signature
 from ..states import TokenSteps
 from ..tuning import append_tile
 
@@ -56,7 +56,10 @@ def append(
         launch.run()
 
 
-def append_launch(keys, values, tail_keys, tail_values, start: int, device: Device) -> Launch | None:
+def append_launch(
+    keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, start: int,
+    device: Device,
+) -> Launch | None:  # fmt: skip
     """The launch of `append`, None if there is nothing to copy."""
     tensors = (keys, values, tail_keys, tail_values)
     plan = _plan(device, *map(signature, tensors))
@@ -78,7 +81,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(device, *tensors) -> _Plan:
+def _plan(device: Device, *tensors: Signature) -> _Plan:
     """Raises ValueError unless keys, values and their buffers fit each other."""
     keys, values, tail_keys, tail_values = (x.shape for x in tensors)
     fit = keys[:3] == values[:3] and tail_keys[:3] == tail_values[:3] and keys[:2] == tail_keys[:2]

@@ -117,7 +117,12 @@ def dequantize_launch(
     blocks = dequantize_blocks(count * heads * batch, rotated)
     grid = (triton.cdiv(count, blocks) * triton.cdiv(dim, columns), heads, batch)
     constants = dict(DIM=dim, CODE=states.coding.code, MODE=decoders(device), VALUE=value, COLUMNS=columns)
-    strides = PackedStrides(*(None if x is None else PairSteps(*x.stride()[:2]) for x in states.read))
+    packed, scale, zero = states.read
+    strides = PackedStrides(
+        PairSteps(*packed.stride()[:2]),
+        PairSteps(*scale.stride()[:2]),
+        None if zero is None else PairSteps(*zero.stride()[:2]),
+    )
     arguments = (states.read, states.center, states.smooth, states.rotation, out, length, blocks, strides)
     program = Program(_dequantize_kernel, device, constants, dict(num_warps=DEQUANTIZE_WARPS))
     return Launch(program, grid, arguments), out

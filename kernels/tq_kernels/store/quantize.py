@@ -235,7 +235,10 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(device, key, value, keys, values, blocks) -> _Plan:
+def _plan(
+    device: Device, key: Layout | None, value: Layout | None, keys: Signature | None, values: Signature | None,
+    blocks: int,
+) -> _Plan:  # fmt: skip
     """For tokens of so many `blocks`; raises ValueError unless keys and values fit each other and the packed states."""
     pairs = [(layout, x) for layout, x in ((key, keys), (value, values)) if layout is not None or x is not None]
     for layout, x in pairs:

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
-from ..launch import Launch, Program, aligned, signature
-from ..states import PairSteps, States, TokenSteps
+from ..launch import Launch, Program, Signature, aligned, signature
+from ..states import Layout, PairSteps, States, TokenSteps
 from ..tuning import quantize_choices
 from .quantize import StoreStrides, quantize_blocks
 
@@ -148,7 +148,10 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(device, keys, values, ring_keys, ring_values, key, value, residual_length, max_length, present) -> _Plan:
+def _plan(
+    device: Device, keys: Signature, values: Signature, ring_keys: Signature, ring_values: Signature, key: Layout,
+    value: Layout, residual_length: int, max_length: int, present: tuple[bool | None, ...],
+) -> _Plan:  # fmt: skip
     """Raises ValueError as `update` does; present: whether `num_tokens` is aligned."""
     for x, layout, ring in ((keys, key, ring_keys), (values, value, ring_values)):
         wanted = (*layout.shape[:2], 1, layout.head_dim)
