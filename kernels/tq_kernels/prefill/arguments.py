@@ -51,14 +51,14 @@ class Attended(NamedTuple):
     lse: Any
 
 
-class Scales(NamedTuple):
+class TokenScales(NamedTuple):
     """Of keys and values: pointers of a KV head, or what is loaded of a tile."""
 
     key: Any
     value: Any
 
 
-class ScalesAndZero(NamedTuple):
+class TokenScalesAndZero(NamedTuple):
     """The same where values have a zero."""
 
     key: Any

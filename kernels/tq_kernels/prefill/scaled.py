@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..bits.layout import at_head
 from ..bits.to_float16 import load_keys, load_values
-from .arguments import Scales, ScalesAndZero
+from .arguments import TokenScales, TokenScalesAndZero
 
 
 @triton.jit
@@ -14,9 +14,9 @@ def scale_pointers(key, value, batch, head, strides):
     key_scale = at_head(key.scale, strides.key.scale, batch, head)
     value_scale = at_head(value.scale, strides.value.scale, batch, head)
     if value.zero is None:
-        return Scales(key_scale, value_scale)
+        return TokenScales(key_scale, value_scale)
     else:
-        return ScalesAndZero(key_scale, value_scale, at_head(value.zero, strides.value.scale, batch, head))
+        return TokenScalesAndZero(key_scale, value_scale, at_head(value.zero, strides.value.scale, batch, head))
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def load_scales(pointers, start, order, end):
     offset = (start + order)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     key, value = _load_token_scale(pointers.key, offset, end), _load_token_scale(pointers.value, offset, end)
     if len(pointers) == 2:
-        return Scales(key, value)
+        return TokenScales(key, value)
     else:
-        return ScalesAndZero(key, value, _load_token_scale(pointers.zero, offset, end))
+        return TokenScalesAndZero(key, value, _load_token_scale(pointers.zero, offset, end))
 
 
 @triton.jit
