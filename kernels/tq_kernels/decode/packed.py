@@ -187,9 +187,6 @@ def attend_packed(
     key_scale = at_head(keys.scale, strides.key.scale, batch, kv_head)
     value = at_head(values.packed, strides.value.packed, batch, kv_head)
     value_scale = at_head(values.scale, strides.value.scale, batch, kv_head)
-    value_zero = values.zero
-    if value_zero is not None:
-        value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
     mask_base = batch * strides.mask.batch
     mask_columns = column_places(0, strides.mask, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
     mask = MaskPlace(mask, mask_base, mask_columns, strides.mask.token)
@@ -218,8 +215,11 @@ def attend_packed(
         s, m = apply_mask(s, m, MASK), next_m
         if FLAGS.causal_packed:
             s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
+        zero = values.zero
+        if zero is not None:
+            zero = at_head(zero, strides.value.scale, batch, kv_head)
         state, alpha, p = _softmax_step(
-            s, new, state, value_scale, value_zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
+            s, new, state, value_scale, zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
         )  # fmt: skip
         p = to_tokens(p, LAUNCH.slots, LAUNCH.repeats)
         p = spread_terms(p, LAUNCH.terms, LAUNCH.twins, LIFT, ARITHMETIC.operand, ARITHMETIC.ptx)
