@@ -103,10 +103,10 @@ def decode(
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
     [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
-    problem = Problem(
+    problem = new(Problem, (
         describe(query.device), query, key, value, tail_keys, tail_values, packed_length, scaling,
         sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits,
-    )  # fmt: skip
+    ))  # fmt: skip
     launches, out, lse = prepare(problem)
     for launch in launches:
         launch.run()
@@ -136,7 +136,7 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
     if counted:
         counts = Counts(lengths, num_tokens, None if num_tokens is None else plan.tail_length)
     work = query.new_empty(plan.work, dtype=torch.float32)
-    exact, scales = ExactTokens(tail_keys, tail_values, sink_keys, sink_values), _scales(scaling, softcap)
+    exact, scales = new(ExactTokens, (tail_keys, tail_values, sink_keys, sink_values)), _scales(scaling, softcap)
     launches, arguments = [], None
     if plan.splits:
         assert key is not None and value is not None  # checked by the plan
