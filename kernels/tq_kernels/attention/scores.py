@@ -1,5 +1,7 @@
 """Scores (in base 2) before the softmax: soft cap, masks, and how many tokens there are."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,13 @@ from ..bits.layout import BLOCK_TOKENS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_MASK, ROW_MASK, FULL_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # one for all columns, or by column
+
+
+class ScoreFactors(NamedTuple):
+    """scaling: of scores, times log2 e; softcap: see `soft_cap`, 0 where there is none."""
+
+    scaling: float
+    softcap: float
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..attention.masks import MaskSteps
 from ..states import PackedStrides, TokenSteps
 
 
@@ -38,26 +39,12 @@ class Sizes(NamedTuple):
     residual_length: int  # exact tokens at most, where `num_tokens` says how many there are
 
 
-class Scales(NamedTuple):
-    scaling: float  # of scores, times log2 e
-    softcap: float
-
-
 class QuerySteps(NamedTuple):
     """Strides of queries, or of what there is one of for each, [B, H_q, S, ...]."""
 
     batch: int
     head: int
     query: int
-
-
-class MaskSteps(NamedTuple):
-    """Strides of a mask [B, H_q, S, tokens], 0 where there is none."""
-
-    batch: int
-    head: int
-    query: int
-    token: int
 
 
 class Strides(NamedTuple):

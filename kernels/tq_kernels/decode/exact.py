@@ -7,7 +7,8 @@ import triton.language as tl
 
 from .. import tuning
 from ..attention.scores import NO_MASK, apply_mask, lengths_now, soft_cap
-from .query import MaskPlace, at_head, column_places, fine_dot, mask_of_tokens, program_place, split_places
+from ..bits.layout import at_head
+from .query import MaskPlace, column_places, fine_dot, mask_of_tokens, program_place, split_places
 
 EXACT_TOKENS = tl.constexpr(tuning.EXACT_TOKENS)
 
@@ -94,7 +95,6 @@ def attend_exact(
     query = column_places(query, strides.query, column, batch, kv_head, SHAPE.group, SHAPE.queries)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
     mask_columns = column_places(0, strides.mask, column, batch, kv_head, SHAPE.group, SHAPE.queries)
-    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
     length, packed = lengths_now(counts.num_tokens, tail_length, packed_length, sizes.residual_length)
     limit = sizes.num_sinks + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
     tail_splits = tl.num_programs(2) - splits - (0 if exact.sink_keys is None else 1)
@@ -112,6 +112,7 @@ def attend_exact(
             v = at_head(exact.sink_values, strides.sink_values, batch, kv_head)
             key_step = tl.full((), 0, tl.int64) + strides.sink_keys.token
             value_step = tl.full((), 0, tl.int64) + strides.sink_values.token
+    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
     span = Span(k, v, key_step, value_step, start, end, place, counts.ring_slots)
     _attend(query, span, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, STEP, STAGES)
 

@@ -15,11 +15,11 @@ import triton.language as tl
 
 from ..attention.base2 import exp2, ptx_inverse, ptx_log2, rough_log2
 from ..attention.scores import apply_mask, lengths_now, soft_cap
-from ..bits.layout import BLOCK_TOKENS, load_value_planes, side_by_side
+from ..bits.layout import BLOCK_TOKENS, at_head, load_value_planes, side_by_side
 from ..bits.to_e4m3 import decode_rows, keep_tables, operand_width, unit
 from ..bits.two_terms import gather_terms, spread_terms
 from .exact import attend_exact
-from .query import MaskPlace, at_head, column_places, make_operand, mask_of_tokens, program_place, split_places
+from .query import MaskPlace, column_places, make_operand, mask_of_tokens, program_place, split_places
 from .score_rows import load_key_rows, load_row_scales, to_rows, to_tokens
 
 P_SHIFT = tl.constexpr(7.5)  # probabilities times 2**7.5, at most 2**7.6 with `rough_log2`, to use the range of e4m3
@@ -177,9 +177,6 @@ def attend_packed(
     key_scale = at_head(keys.scale, strides.key.scale, batch, kv_head)
     value = at_head(values.packed, strides.value.packed, batch, kv_head)
     value_scale = at_head(values.scale, strides.value.scale, batch, kv_head)
-    value_zero = values.zero
-    if value_zero is not None:
-        value_zero = at_head(value_zero, strides.value.scale, batch, kv_head)
     mask_base = batch * strides.mask.batch
     mask_columns = column_places(0, strides.mask, existing, batch, kv_head, SHAPE.group, SHAPE.queries)
     mask = MaskPlace(mask, mask_base, mask_columns, strides.mask.token)
@@ -208,8 +205,11 @@ def attend_packed(
         s, m = apply_mask(s, m, MASK), next_m
         if FLAGS.causal_packed:
             s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
+        zero = values.zero
+        if zero is not None:
+            zero = at_head(zero, strides.value.scale, batch, kv_head)
         state, alpha, p = _softmax_step(
-            s, new, state, value_scale, value_zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
+            s, new, state, value_scale, zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
         )  # fmt: skip
         p = to_tokens(p, LAUNCH.slots, LAUNCH.repeats)
         p = spread_terms(p, LAUNCH.terms, LAUNCH.twins, LIFT, ARITHMETIC.operand, ARITHMETIC.ptx)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from .. import tuning
-from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
+from ..attention.masks import MaskSteps
+from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, ScoreFactors
 from ..device import Device, describe
 from ..launch import Launch, Program, aligned, new, signature
 from ..states import BLOCK_TOKENS, Layout, States, TokenSteps, no_layout
@@ -27,10 +28,8 @@ from .arguments import (
     ExactLaunch,
     ExactTokens,
     Flags,
-    MaskSteps,
     PackedLaunch,
     QuerySteps,
-    Scales,
     Shape,
     Sizes,
     Strides,
@@ -103,10 +102,10 @@ def decode(
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
     [B, H_q, S]; a query that may see no token gets zeros and -inf.  Raises ValueError on what does not fit together.
     """
-    problem = Problem(
+    problem = new(Problem, (
         describe(query.device), query, key, value, tail_keys, tail_values, packed_length, scaling,
         sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits,
-    )  # fmt: skip
+    ))  # fmt: skip
     launches, out, lse = prepare(problem)
     for launch in launches:
         launch.run()
@@ -136,7 +135,7 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
     if counted:
         counts = Counts(lengths, num_tokens, None if num_tokens is None else plan.tail_length)
     work = query.new_empty(plan.work, dtype=torch.float32)
-    exact, scales = ExactTokens(tail_keys, tail_values, sink_keys, sink_values), _scales(scaling, softcap)
+    exact, scales = new(ExactTokens, (tail_keys, tail_values, sink_keys, sink_values)), _scales(scaling, softcap)
     launches: list[Launch] = []
     arguments: tuple[Any, ...]
     if plan.splits:
@@ -161,8 +160,8 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
 
 
 @lru_cache(maxsize=256)
-def _scales(scaling: float, softcap: float | None) -> Scales:
-    return Scales(scaling * _LOG2E, float(softcap or 0))
+def _scales(scaling: float, softcap: float | None) -> ScoreFactors:
+    return ScoreFactors(scaling * _LOG2E, float(softcap or 0))
 
 
 def _describe(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int]:

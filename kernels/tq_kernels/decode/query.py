@@ -36,12 +36,6 @@ def program_place(SHAPE: tl.constexpr):
 
 
 @triton.jit
-def at_head(base, steps, batch, head):
-    """Where a head of a sequence begins."""
-    return base + batch * steps.batch + head * steps.head
-
-
-@triton.jit
 def split_places(work, pair, column, SHAPE: tl.constexpr):
     """Where this program's output and log-sum-exp of `column` go in the `work` of `decode_kernel`."""
     OF_HEAD: tl.constexpr = SHAPE.group * SHAPE.queries

@@ -66,13 +66,6 @@ class TokenScalesAndZero(NamedTuple):
     zero: Any
 
 
-class ScoreFactors(NamedTuple):
-    """scaling: times log2 e."""
-
-    scaling: float
-    softcap: float
-
-
 class PackedTokenStrides(NamedTuple):
     """Of the kernel over packed tokens."""
 

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from ..attention.masks import add_mask, mask_of, visible_span
-from ..attention.scores import LOG2E, soft_cap
+from ..attention.scores import LOG2E, ScoreFactors, soft_cap
 from ..attention.softmax import accumulate, begin_softmax, log_sum, weighted_mean, with_sink_logit
 from ..bits.layout import at_head, channels
 from ..launch import Launch
 from ..states import TokenSteps
-from .arguments import Attended, ExactTokenStrides, ScoreFactors
+from .arguments import Attended, ExactTokenStrides
 from .problem import Problem
 
 

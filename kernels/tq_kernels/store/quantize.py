@@ -243,11 +243,12 @@ def _plan(
     pairs = [(layout, x) for layout, x in ((key, keys), (value, values)) if layout is not None or x is not None]
     for layout, x in pairs:
         _check(layout, x, pairs[0][1])
-    if not pairs:
+    first = pairs[0][1] if pairs else None
+    if first is None:
         return _Plan(Program(_quantize_kernel, device, {}, {}), (0, 0, 0), (None, None))
-    batch, heads, _, _ = pairs[0][1].shape
+    batch, heads, _, _ = first.shape
     loop = QUANTIZE_LOOP if blocks * heads * batch >= MANY_BLOCKS else 1
-    constants, options = quantize_choices(key, value, pairs[0][1].dtype, device)
+    constants, options = quantize_choices(key, value, first.dtype, device)
     program = Program(
         _quantize_kernel, device, constants | dict(LOOP=loop, STAGES=quantize_stages(constants)), options
     )  # fmt: skip
