@@ -1,6 +1,6 @@
 """The decode kernels in Triton's interpreter against `reference.attend`.
 
-`python tests/test_kernel_decode.py interpret NAME ...` and `... interpret_static` print a line per case.
+`python tests/kernels/test_decode_interpreted.py interpret NAME ...` and `... interpret_static` print a line per case.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The dequantise kernel: in Triton's interpreter against `quantizers.dequantize`, compiled for every target, on CUDA.
 
-`python tests/test_kernel_dequantize.py interpret NAME ...` and `... compile TARGET FULL` print a line per case.
+`python tests/kernels/test_dequantize_kernel.py interpret NAME ...` and `... compile TARGET FULL` print a line per case.
 """
 
 import sys
