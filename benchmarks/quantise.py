@@ -14,6 +14,7 @@ from measure import copy_gb_s, machine, microseconds, write
 from tq_kernels.store.append import append
 from tq_kernels.store.quantize import quantize
 
+from tq_cache.backends.calibration import calibrate
 from tq_cache.backends.triton import states_of
 from tq_cache.formats.presets import PRESETS
 from tq_cache.formats.states import PackedStates
@@ -29,7 +30,7 @@ def make(preset: str, batch: int, tokens: int) -> tuple[list[PackedStates], list
         x = torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         first = torch.randn(batch, KV_HEADS, 64, HEAD_DIM, device="cuda")
         counts = torch.ones(batch, 1, 64, 1, dtype=torch.bool, device="cuda")
-        calibration = measure(first, fmt, chosen.center, smooth, counts)
+        calibration = calibrate(first, fmt, chosen.center, smooth, counts)
         packed.append(PackedStates.empty(role, fmt, x, capacity, calibration))
         vectors.append(x)
     return packed, vectors

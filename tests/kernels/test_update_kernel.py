@@ -98,7 +98,7 @@ def test_cuda_counts_each_token_once(captured):
 
     def tokens(count, first):
         """Tokens that are their number, so that one in the wrong slot is seen."""
-        number = torch.arange(first, first + count, device="cuda", dtype=torch.float32).bfloat16()
+        number = torch.arange(first, first + count, device="cuda", dtype=torch.float32)
         return number[:, None].expand(256, 16, -1, 64).contiguous()
 
     storage = PreallocatedStorage(PRESETS["tq4"], 64, 320, "reference")
@@ -118,10 +118,10 @@ def test_cuda_counts_each_token_once(captured):
     for _ in range(350):
         graph.replay() if captured else update()
     assert states.num_tokens.item() == 320  # full; a later count would be larger, or hold tickets
-    newest = torch.arange(192, 320, device="cuda")  # bfloat16 rounds numbers above 256 to even ones
+    newest = torch.arange(192, 320, device="cuda")
     for ring in (states.ring_keys, states.ring_values):
         found = ring[:, :, newest % ring.shape[2]]
-        assert torch.equal(found, newest.bfloat16()[:, None].expand_as(found))
+        assert torch.equal(found, newest.float()[:, None].expand_as(found))
 
 
 if __name__ == "__main__":

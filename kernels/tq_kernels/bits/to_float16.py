@@ -171,9 +171,9 @@ def load_keys(
     BITS: tl.constexpr = CODE.bits
     WORDS: tl.constexpr = BITS != 8
     WIDTH: tl.constexpr = part_width(DIM, BITS)
-    first = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 0, WORDS, MASKED)
+    first = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 0, WORDS, True, MASKED)
     if BITS == 3:
-        second = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 1, WORDS, MASKED)
+        second = load_key_plane(base, start, order, blocks, DIM, WIDTH, BITS, 1, WORDS, True, MASKED)
         return _decode((first, second), CODE, MODE)
     else:
         return _decode((first,), CODE, MODE)
@@ -187,5 +187,5 @@ def load_values(
     """Values of N tokens from `start`, float16 [channels, N], tokens in the order of `tile_order`."""
     BITS: tl.constexpr = CODE.bits
     WORDS: tl.constexpr = BITS != 8
-    planes = load_value_planes(base, start, blocks, N, DIM, channels(DIM), BITS, WORDS, MASKED)
+    planes = load_value_planes(base, start, blocks, N, DIM, channels(DIM), BITS, WORDS, True, MASKED)
     return _decode(planes, CODE, MODE)

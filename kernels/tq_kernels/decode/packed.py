@@ -115,16 +115,19 @@ def _decode_values(
     LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Values of a tile of tokens, [CHANNELS, tokens]: of two blocks, block by block, each lying in one piece."""
+    BITS: tl.constexpr = CODES.value_bits
     TABLE: tl.constexpr = CODES.value_table
+    BY_ROW: tl.constexpr = BITS == 3  # then 64 channels take 17 % less time, 128 as much [H200]
     planes = load_value_planes(
-        base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, CODES.value_bits, False, LAUNCH.masked
+        base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, BITS, False, BY_ROW, LAUNCH.masked
     )  # fmt: skip
-    channels = decode_rows(planes, CODES.value_bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
+    channels = decode_rows(planes, BITS, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
     if LAUNCH.tile == 2 * BLOCK_TOKENS:
+        start += BLOCK_TOKENS
         planes = load_value_planes(
-            base, start + BLOCK_TOKENS, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, CODES.value_bits, False, LAUNCH.masked
+            base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, BITS, False, BY_ROW, LAUNCH.masked
         )  # fmt: skip
-        second = decode_rows(planes, CODES.value_bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
+        second = decode_rows(planes, BITS, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
         channels = side_by_side(channels, second)
     return channels
 

@@ -36,9 +36,9 @@ def load_key_rows(
     # are so short that the order of the loads matters more.
     token = tl.arange(0, TILE)
     row = to_rows(token, SLOTS, REPEATS)
-    first = load_key_plane(base, start, row, blocks, HEAD_DIM, WIDTH, BITS, 0, False, MASKED)
+    first = load_key_plane(base, start, row, blocks, HEAD_DIM, WIDTH, BITS, 0, False, False, MASKED)
     if BITS == 3:
-        second = load_key_plane(base, start, token, blocks, HEAD_DIM, WIDTH, BITS, 1, False, MASKED)
+        second = load_key_plane(base, start, token, blocks, HEAD_DIM, WIDTH, BITS, 1, False, False, MASKED)
         return first, to_rows(second, SLOTS, REPEATS)
     else:
         return (first,)
