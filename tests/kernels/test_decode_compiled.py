@@ -1,6 +1,7 @@
 """The decode kernels, compiled for GPUs that are not there.
 
-`python test_decode_compiled.py TARGET DTYPE ...` prints a line per pair of formats; with `few` in place of dtypes, one for the commonest launch.
+`python test_decode_compiled.py TARGET DTYPE ...` prints a line per pair of formats; with `few` in place of dtypes, one
+for the commonest launch.
 """
 
 import re
