@@ -1,15 +1,9 @@
-"""Quantise and append: against the reference in Triton's interpreter and on CUDA, and compiled for every target.
+"""Cases of quantise and append for their tests: tokens to store, and what the kernels and the reference store."""
 
-Run by itself (see `kernel_harness`): `interpret`, or `compile TARGET CASE...`; prints a line per case.
-"""
-
-import sys
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from error_budget import seeded
-from kernel_harness import DTYPES, TARGETS, compile_launch, device_of, empty_states, print_line, run_script
 
 from tq_cache.backends import reference
 from tq_cache.backends.calibration import calibrate as measure
@@ -79,11 +73,6 @@ CASES = (
         "uniform, centred": Case("fp8_e5m2/uniform3"),
     }
 )
-LONG = [(name, dim) for name in PRESETS for dim in (64, 80, 96, 128, 256)]
-GPU_CASES = [(name, case, dtype) for name, case in CASES.items() for dtype in DTYPES] + [
-    (f"{name}, {dim}, long", Case(name, dim, batch=2, heads=16, ends=(777, 778, 3000), damage=True), dtype)
-    for (name, dim), dtype in zip(LONG, list(DTYPES) * 25, strict=True)
-]
 
 
 def codes(states: PackedStates, tokens: int) -> torch.Tensor:
@@ -174,153 +163,3 @@ def append_case(device: str = "cpu") -> bool:
     append(keys, values, *tails, 2)
     expected = [torch.nn.functional.pad(x, (0, 0, 2, 2)) for x in (keys, values)]
     return all(torch.equal(*pair) for pair in zip(tails, expected, strict=True))
-
-
-def interpret() -> None:
-    torch.set_num_threads(1)
-    for name, case in CASES.items():
-        print_line(name, compare(case))
-    print_line("append", append_case())
-
-
-# --- Compiled ---------------------------------------------------------------------------------------------------------
-
-COMPILED = ("fp8_e4m3", "fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq_k3v2")
-
-
-def compile_case(target: str, preset: str, dtype: str, dim: int = 128) -> None:
-    from tq_kernels.store.quantize import quantize_launch
-
-    chosen, states = Case(preset).chosen, []
-    batch, tokens = (8, 2048) if dim != 128 else (2, 64)  # several blocks a program, or one
-    for role, fmt in (("key", chosen.key), ("value", chosen.value)):
-        states.append(empty_states(role, fmt, dim, tokens, chosen.center, batch))
-    x = torch.empty(batch, 2, tokens, dim, dtype=DTYPES[dtype], device="meta")
-    launch = quantize_launch(*states, x, x, 0, device_of(target))
-    assert launch.program.constants["LOOP"] == (1 if dim == 128 else 4)
-    compiled = compile_launch(launch, target)
-    print_line(preset, dtype, dim, "wgmma" in compiled.asm.get("ptx", ""))
-
-
-def compile_append(target: str, dtype: str) -> None:
-    from tq_kernels.store.append import append_launch
-
-    for tokens in (1, 40):
-        shapes = [(2, 2, n, dim) for n in (tokens, 64) for dim in (128, 64)]
-        tensors = (torch.empty(shape, dtype=DTYPES[dtype], device="meta") for shape in shapes)
-        compile_launch(append_launch(*tensors, 3, device_of(target)), target)
-
-
-def compile_all(target: str) -> None:
-    """Every dtype on every target; the formats, and a width that is no power of two, are spread over the targets."""
-    place = list(TARGETS).index(target)
-    for index, dtype in enumerate(DTYPES):
-        compile_case(target, COMPILED[(place + 2 * index) % len(COMPILED)], dtype, dim=80 if index == 1 else 128)
-        compile_append(target, dtype)
-
-
-# --- Tests ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    return dict(run_script(__file__, "interpret", interpret=True))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_interpreter_stores_what_the_reference_stores(interpreted, name):
-    check(interpreted[name], few=True)
-
-
-def test_interpreter_appends(interpreted):
-    assert interpreted["append"]
-
-
-@pytest.mark.slow
-def test_rotates_on_tensor_cores():
-    ((*_, wgmma),) = run_script(__file__, "compile", "sm_90", "tq4", "bf16")
-    assert wgmma
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_compiles_every_format(target):
-    assert len(run_script(__file__, "compile", target)) == len(DTYPES)
-
-
-def small(**changes):
-    from tq_cache.backends.triton import states_of
-
-    pairs = [Case("tq4", ends=(64,)).make(role, "cpu", torch.float32) for role in ROLES]
-    arguments = dict(zip(("key", "value"), (states_of(states) for states, _ in pairs), strict=True))
-    return arguments | {"keys": pairs[0][1], "values": pairs[1][1], "start": 0} | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"keys": torch.zeros(1, 1, 64, 80)}, r"expected \[1, 1, 64, 64\].*got torch.float32 \[1, 1, 64, 80\]"),
-        ({"keys": torch.zeros(1, 1, 64, 64).double()}, "one of .*got torch.float64"),
-        ({"values": torch.zeros(1, 1, 3, 64)}, r"got torch.float32 \[1, 1, 3, 64\]"),
-        ({"keys": torch.zeros(1, 1, 64, 64).mT}, "stride 1"),
-        ({"start": 65}, "room for 129 tokens"),
-        ({"start": -1}, "start >= 0, got -1"),
-        ({"keys": None}, "one without the other"),
-    ],
-)
-def test_quantize_says_what_does_not_fit(changes, words):
-    quantize = pytest.importorskip("tq_kernels.store.quantize").quantize
-    arguments = small(**changes)
-    with pytest.raises(ValueError, match=words):
-        quantize(**arguments)
-    assert (arguments["key"].packed == 255).all() and (arguments["value"].packed == 255).all()
-
-
-@pytest.mark.parametrize("start", [-1, 6])
-def test_append_says_what_does_not_fit(start):
-    append = pytest.importorskip("tq_kernels.store.append").append
-    x, tail = torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 9, 64)
-    with pytest.raises(ValueError, match=f"start {start}"):
-        append(x, x, tail, tail, start)
-
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.mark.gpu
-@gpu
-@pytest.mark.parametrize(
-    ("case", "dtype"), [pytest.param(*rest, id=name + ", " + rest[1]) for name, *rest in GPU_CASES]
-)
-def test_cuda_stores_what_the_reference_stores(case, dtype):
-    check(compare(case, "cuda", DTYPES[dtype]), few=case.ends[-1] < 1000)
-
-
-@pytest.mark.gpu
-@gpu
-def test_cuda_appends():
-    assert append_case("cuda")
-
-
-@pytest.mark.gpu
-@gpu
-def test_cuda_stores_beyond_two_to_the_31_elements():
-    """Row strides so large that int32 offsets would wrap."""
-    memory = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
-    x = memory.as_strided((1, 1, 65, 64), (0, 0, 2**25, 1))
-    x.copy_(torch.randn(1, 1, 65, 64))
-    states, _ = Case("tq4", ends=(65,)).make("key", "cuda", torch.bfloat16)
-    value, values = Case("tq4", ends=(65,)).make("value", "cuda", torch.bfloat16)
-    wanted = states_like(states)
-    store_kernel([(states, x), (value, values)], 0)
-    reference.store(wanted, x, 0)
-    assert torch.equal(codes(states, 65), codes(wanted, 65))
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "interpret":
-        interpret()
-    elif len(sys.argv) == 3:
-        compile_all(sys.argv[2])
-    else:
-        compile_case(*sys.argv[2:])
