@@ -75,7 +75,7 @@ def _compile(target, given):
                 limit = re.search(r"\.maxnreg (\d+)", made.asm["ptx"])
             compiled.append((name, made.metadata.num_warps, limit and int(limit[1])))
             if name == "decode_kernel" and target.startswith("sm"):
-                fp8 = fp8 or "e4m3" in made.asm["ptx"] and "mma" in made.asm["ptx"]
+                fp8 = fp8 or re.search(r"mma\S*\.e4m3", made.asm["ptx"]) is not None
                 if launch.program.constants["ARITHMETIC"].ptx:
                     bits = min(problem.key.coding.bits, problem.value.coding.bits)
                     assert check_neighbours(made.asm["ttgir"]) >= (bits < 8)
