@@ -54,4 +54,4 @@ def relative_mse(x: torch.Tensor, read: torch.Tensor) -> float:
 
 
 def expected_mse(fmt: Format, rho: float) -> float:
-    return {"least_squares": 1 - rho, "norm": 2 - 2 * rho**0.5, "unbiased": 1 / rho - 1}[fmt.scale]
+    return {"norm": 2 - 2 * rho**0.5, "unbiased": 1 / rho - 1}[fmt.scale]

@@ -1,10 +1,12 @@
 """What tests of attention share: views of caches, queries, and the error budget of the reference."""
 
+from typing import Literal
+
 import torch
 from error_budget import Roundings, assert_within, attention, exact_parts
 
 from tq_cache.backends import reference
-from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.presets import resolve_preset
 from tq_cache.formats.states import KVView
 from tq_cache.storage.growing import GrowingStorage
 
@@ -24,12 +26,23 @@ def make_view(
     residual: int = 0,
     sinks: int = 0,
     dtype: torch.dtype = torch.float32,
+    center: bool | Literal["both"] | None = None,
 ) -> KVView:
-    """What a storage holds after `length` tokens: packed ones, a tail of `residual` and sinks as asked for."""
-    storage = GrowingStorage(PRESETS[preset], residual, sinks, "reference")
-    keys = torch.randn(batch, heads, length, key_dim, generator=generator) + 0.5
-    values = torch.randn(batch, heads, length, value_dim or key_dim, generator=generator) - 0.5
-    storage.append(keys.to(dtype), values.to(dtype))
+    """What a storage holds of `length` tokens: packed ones, a tail of `residual` and sinks as asked for.
+
+    Any number of packed tokens, as there is after a crop.
+    """
+    storage = GrowingStorage(resolve_preset(preset, center=center), residual, sinks, "reference")
+    kept = max(length - residual, 0)
+    more = 256 if kept else 0  # to calibrate on, cropped again
+    keys = torch.randn(batch, heads, length + more, key_dim, generator=generator) + 0.5
+    values = torch.randn(batch, heads, length + more, value_dim or key_dim, generator=generator) - 0.5
+    keys, values = keys.to(dtype), values.to(dtype)
+    if kept:
+        storage.append(*(x[:, :, : kept + residual + more] for x in (keys, values)))
+        storage.crop(kept)
+    if residual:
+        storage.append(*(x[:, :, length + more - min(residual, length) :] for x in (keys, values)))
     return storage.view()
 
 

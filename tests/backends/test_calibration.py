@@ -4,6 +4,7 @@ import pytest
 import torch
 from vectors import all_count, calibrate, every_format, expected_mse, gaussian, read_back, stored
 
+from tq_cache.backends.calibration import KEYS_ALONE, SMALLEST_SIZE, TRUSTED_TOKENS, query_energy
 from tq_cache.backends.calibration import calibrate as measure
 from tq_cache.formats.presets import FORMATS
 from tq_cache.formats.states import Calibration
@@ -48,15 +49,51 @@ def test_centring_removes_a_constant_part(bits, generator):
     assert error < 1.02 * expected_mse(fmt, 1 - fmt.codebook.distortion)
 
 
+SIZES = torch.tensor([0.25, 1.0, 4.0, 16.0]).repeat(8)
+QUERY_SIZES = torch.tensor([1.0, 2.0]).repeat_interleave(16)
+
+
+def geometric(sizes: torch.Tensor) -> torch.Tensor:
+    return sizes / sizes.log().mean().exp()
+
+
 @pytest.mark.parametrize("exponent", (0.0, 0.5, 1.0))
-def test_smoothing_divides_by_the_relative_size_of_a_channel(exponent, generator):
-    sizes = torch.tensor([0.25, 1.0, 4.0, 16.0]).repeat(8)
-    x = gaussian(generator, 1, 1, 20_000, 32) * sizes
-    measured = calibrate(x, FORMATS["key"]["tq4"], center=True, smooth=exponent).smooth
+def test_smoothing_divides_by_the_size_of_keys_relative_to_queries(exponent, generator):
+    x = gaussian(generator, 1, 1, 50_000, 32) * SIZES
+    query = gaussian(generator, 1, 4, 10_000, 32) * QUERY_SIZES
+    energy = query_energy(query, 1, None)
+    fmt = FORMATS["key"]["tq4"]
+    aware = measure(x, fmt, True, exponent, all_count(x), queries=energy).smooth
+    alone = measure(x, fmt, True, exponent, all_count(x)).smooth
     if exponent == 0.0:
-        assert measured is None
-    else:
-        torch.testing.assert_close(measured[0, 0, 0], (sizes / sizes.mean()) ** exponent, rtol=0.03, atol=0)
+        assert aware is None and alone is None
+        return
+    torch.testing.assert_close(aware[0, 0, 0], geometric((SIZES / QUERY_SIZES) ** exponent), rtol=0.03, atol=0)
+    torch.testing.assert_close(alone[0, 0, 0], geometric(SIZES ** (KEYS_ALONE * exponent)), rtol=0.03, atol=0)
+
+
+def test_queries_of_padding_do_not_count(generator):
+    """Nor do those of other heads' groups."""
+    query = gaussian(generator, 2, 6, 50, 32)
+    counts = torch.ones(2, 50, dtype=torch.bool)
+    counts[1, :20] = False
+    spoiled = query.clone()
+    spoiled[1, :, :20] = 1e4
+    spoiled[0, 0, 3, 5] = torch.nan  # a query with NaN does not count either
+    squares, count = query_energy(spoiled, 2, counts)
+    kept = query.unflatten(1, (2, 3))
+    torch.testing.assert_close(squares[1, :, 0], kept[1, :, :, 20:].square().sum(dim=(1, 2)))
+    torch.testing.assert_close(squares[0, 1, 0], kept[0, 1].square().sum(dim=(0, 1)) - kept[0, 1, 0, 3].square())
+    assert count[:, 0, 0, 0].tolist() == [3 * 50 - 1, 3 * 30]
+
+
+def test_one_query_says_little(generator):
+    """A channel that it happens not to use is not divided by zero, nor taken for one that no query uses."""
+    x = gaussian(generator, 1, 1, 4000, 32)
+    query = gaussian(generator, 1, 1, 1, 32)
+    query[..., 3] = 0
+    smooth = measure(x, FORMATS["key"]["tq4"], True, 0.5, all_count(x), queries=query_energy(query, 1, None)).smooth
+    assert 0.5 < smooth.min() and smooth.max() < 2
 
 
 def test_center_is_the_mean(generator):
@@ -65,21 +102,33 @@ def test_center_is_the_mean(generator):
     torch.testing.assert_close(center, x.mean(dim=2, keepdim=True))
 
 
-def test_a_dead_channel_does_not_divide_by_zero(generator):
-    x = gaussian(generator, 1, 1, 50, 32)
+def test_a_dead_channel_is_taken_for_a_small_one(generator):
+    """It may come to life: later tokens must not be divided by next to nothing."""
+    x = gaussian(generator, 1, 1, 5000, 32)
     x[..., 4] = 0.0
-    smooth = calibrate(x, FORMATS["key"]["tq4"], center=True, smooth=1.0).smooth
-    assert smooth.isfinite().all() and (smooth > 0).all()
+    smooth = calibrate(x, FORMATS["key"]["tq4"], center=True, smooth=1.0).smooth[0, 0, 0]
+    assert smooth[4] / smooth.median() == pytest.approx(SMALLEST_SIZE**KEYS_ALONE, rel=0.05)
     all_dead = calibrate(torch.zeros_like(x), FORMATS["key"]["tq4"], center=True, smooth=1.0).smooth
     assert torch.equal(all_dead, torch.ones_like(all_dead))
 
 
-def test_few_tokens_leave_center_and_smoothing_neutral(generator):
+def test_sizes_of_few_tokens_are_trusted_in_proportion(generator):
+    x = gaussian(generator, 1, 1, 50_000, 32) * SIZES
     fmt = FORMATS["key"]["tq4"]
-    few = calibrate(gaussian(generator, 1, 2, 15, 32), fmt, center=True, smooth=1.0)
-    assert torch.equal(few.center, torch.zeros(1, 2, 1, 32)) and torch.equal(few.smooth, torch.ones(1, 2, 1, 32))
-    enough = calibrate(gaussian(generator, 1, 2, 16, 32), fmt, center=True, smooth=1.0)
-    assert enough.center.any() and (enough.smooth != 1).all()
+    whole = calibrate(x, fmt, center=True, smooth=1.0).smooth.log()
+    for count in (16, 64, 500):
+        part = calibrate(x[:, :, :count], fmt, center=True, smooth=1.0).smooth.log()
+        slope = float((part * whole).sum() / whole.square().sum())
+        assert slope == pytest.approx(count / (count + TRUSTED_TOKENS), rel=0.1)
+
+
+def test_where_nothing_counts_the_calibration_is_neutral(generator):
+    x = gaussian(generator, 1, 2, 50, 32)
+    none = torch.zeros(1, 1, 50, 1, dtype=torch.bool)
+    for fmt in (FORMATS["key"]["tq4"], FORMATS["key"]["fp8_e4m3"]):
+        neutral = measure(x, fmt, True, 0.5, none)
+        assert not neutral.center.any() and torch.equal(neutral.smooth, torch.ones(1, 2, 1, 32))
+        assert neutral.scale is None or torch.equal(neutral.scale, torch.ones(1, 2, 1, 1))
 
 
 @every_format

@@ -5,6 +5,7 @@ import torch
 from vectors import calibrate, every_float8, every_format, gaussian, read_back, relative_mse, stored
 
 from tq_cache.backends import quantizers, reference
+from tq_cache.backends.calibration import FLOAT8_HEADROOM
 from tq_cache.backends.calibration import calibrate as measure
 from tq_cache.formats.states import PackedStates
 
@@ -29,14 +30,14 @@ def test_float8_scale_is_a_power_of_two_with_headroom(fmt, generator):
     assert scale.shape == (2, 3, 1, 1)
     assert torch.equal(torch.exp2(torch.log2(scale).round()), scale)
     room = scale * torch.finfo(fmt.float8).max / x.double().abs().amax(dim=(2, 3), keepdim=True)
-    assert ((room >= 4) & (room < 8)).all()
+    assert ((room >= FLOAT8_HEADROOM) & (room < 2 * FLOAT8_HEADROOM)).all()
 
 
 @every_float8
 def test_float8_scale_is_exact_at_powers_of_two(fmt):
     limit = torch.finfo(fmt.float8).max
     for exponent in range(-30, 31):
-        x = torch.full((1, 1, 16, 32), limit / 4 * 2.0**exponent)
+        x = torch.full((1, 1, 16, 32), limit / FLOAT8_HEADROOM * 2.0**exponent)
         assert float(calibrate(x, fmt).scale) == 2.0**exponent
 
 

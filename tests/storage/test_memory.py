@@ -17,10 +17,10 @@ from tq_cache.storage.growing import GrowingStorage
 @pytest.mark.parametrize("padding", (2, 30, 64, 130))
 def test_a_left_padded_row_is_calibrated_as_the_row_alone(preset, padding, generator):
     """Padding sees only padding and values carry no position: equal values; keys differ by their position."""
-    row = [x + 1.0 for x in tokens(generator, 100, batch=1, dtype=torch.float32)]
+    row = [x + 1.0 for x in tokens(generator, 200, batch=1, dtype=torch.float32)]
     pad = torch.randn(1, HEADS, 1, 48, generator=generator).expand(-1, -1, padding, -1) * 5
     pad_keys = torch.randn(1, HEADS, padding, 32, generator=generator) * 20
-    other = tokens(generator, padding + 100, batch=1, dtype=torch.float32)
+    other = tokens(generator, padding + 200, batch=1, dtype=torch.float32)
     keys = torch.cat([other[0], torch.cat([pad_keys, row[0]], dim=2)])
     values = torch.cat([other[1], torch.cat([pad, row[1]], dim=2)])
     batch, alone = make_storage(preset), make_storage(preset)
@@ -30,17 +30,10 @@ def test_a_left_padded_row_is_calibrated_as_the_row_alone(preset, padding, gener
         for part, of_row in vars(expected.calibration).items():
             if of_row is not None:
                 torch.testing.assert_close(getattr(states.calibration, part)[1:], of_row, rtol=1e-5, atol=1e-6)
-        codes = codes_of(states, padding + 100)[1:, :, padding:]
-        same = (codes == codes_of(expected, 100)).double().mean()
+        packed = min(batch.packed_length - padding, alone.packed_length)
+        codes = codes_of(states, padding + packed)[1:, :, padding:]
+        same = (codes == codes_of(expected, packed)).double().mean()
         assert same > 0.999  # sums in another order move ties only
-
-
-def test_a_row_of_equal_values_is_not_all_padding(generator):
-    storage = make_storage("tq4")
-    keys, values = tokens(generator, 100, dtype=torch.float32)
-    values[:] = values[:, :, :1]
-    storage.append(keys, values)
-    torch.testing.assert_close(storage.key.calibration.center, keys.mean(dim=2, keepdim=True), atol=1e-6, rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- bytes
@@ -86,7 +79,8 @@ def test_bytes_at_4096_tokens(preset, residual, generator):
     storage = make_storage(preset, residual)
     new = tokens(generator, 4096, batch=1, key_dim=128, value_dim=128)
     storage.append(*new)
-    formula = HEADS * (TABLE[preset] * (4096 - residual) + 2 * 256 * residual)
+    room = residual + BLOCK_TOKENS  # of the tail
+    formula = HEADS * (TABLE[preset] * (4096 - residual) + 2 * 256 * room)
     assert storage.nbytes == held_by(storage)
     assert storage.nbytes == pytest.approx(formula, rel=0.01)
     assert storage.num_elements == sum(x.numel() for x in new)
@@ -106,17 +100,16 @@ def test_bytes_and_reallocations_over_4096_single_tokens(residual, generator, mo
         tail_buffers += storage.tail_keys.data_ptr() != last_tail
         last_tail = storage.tail_keys.data_ptr()
     assert len(packed_buffers) <= 30
-    assert residual == 0 or tail_buffers <= 4096 / BLOCK_TOKENS + 5  # one for each block packed
+    assert tail_buffers <= 4096 / BLOCK_TOKENS + 70  # one for each block packed, and while the first ones wait
     capacity = storage.key.capacity
     assert capacity <= 9 / 8 * 4096 + BLOCK_TOKENS
-    room = max(residual, 1)
+    room = residual + BLOCK_TOKENS
     assert storage.nbytes == held_by(storage)
     assert storage.nbytes == pytest.approx(HEADS * (134 * capacity + 2 * 256 * room), rel=0.01)
 
 
-def test_no_more_than_a_block_is_rewritten_by_a_token(generator, monkeypatch):
-    storage = make_storage("4bit_nc")
-    storage.append(*tokens(generator, 1000, batch=1))
+def test_no_block_is_read_to_be_written(generator, monkeypatch):
+    """Whole blocks are packed, so nothing packed is unpacked; but for the one that a crop went into."""
     unpacked = []
     plain_unpack = packing.unpack
 
@@ -125,6 +118,10 @@ def test_no_more_than_a_block_is_rewritten_by_a_token(generator, monkeypatch):
         return plain_unpack(packed, bits, n)
 
     monkeypatch.setattr(packing, "unpack", watched)
-    storage.append(*tokens(generator, 1, batch=1))
-    block_bytes = HEADS * BLOCK_TOKENS * 48 * 4 // 8
-    assert unpacked and max(unpacked) <= block_bytes
+    storage = make_storage("4bit_nc")
+    for count in (1000, 1, 90, 64):
+        storage.append(*tokens(generator, count, batch=1))
+    assert not unpacked
+    storage.crop(1000)
+    storage.append(*tokens(generator, 64, batch=1))
+    assert 0 < max(unpacked) <= HEADS * BLOCK_TOKENS * 48 * 4 // 8

@@ -63,10 +63,13 @@ class SlowModel:
         return view.packed_length - known
 
     def check_values(self, storage: GrowingStorage) -> None:
-        """Each token reads back as something close to what it was, which a permutation would not."""
+        """Each token reads back as something close to what it was; another token would be twice its energy away.
+
+        Values of 2 bits and 48 channels are 0.13 of it away on average (`test_distortion`), single ones a third.
+        """
         for role, x in zip(("key", "value"), self.whole, strict=bool(self.packed)):
             error = (materialize(storage.view(), role) - x).float()
-            assert (error.square().sum(dim=-1) < 0.3 * x.float().square().sum(dim=-1)).all()
+            assert (error.square().sum(dim=-1) < 0.5 * x.float().square().sum(dim=-1)).all()
 
 
 SETTINGS = [(residual, sinks) for residual in (0, 1, 16, 64, 128, 200) for sinks in (0, 4)]

@@ -65,10 +65,7 @@ def _scale(r: torch.Tensor, c: torch.Tensor, norm: torch.Tensor, fmt: Format) ->
     """The factor of `Format.scale`, [B, H_kv, T], from rotated vectors and their code values [B, H_kv, T, D]."""
     if fmt.scale == "norm":
         return norm / c.norm(dim=-1)
-    inner = (r * c).sum(dim=-1)
-    if fmt.scale == "unbiased":
-        return norm.square() / divisor(inner)
-    return inner / c.square().sum(dim=-1)
+    return norm.square() / divisor((r * c).sum(dim=-1))
 
 
 def decode(states: PackedStates, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 from .codebook import GAUSSIAN, UNIFORM, Codebook
 
 Role = Literal["key", "value"]
-ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "least_squares", "min_max"]
+ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "min_max"]
+ROLES: tuple[Role, Role] = ("key", "value")
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Format:
                    the first tokens are packed
     per_token      float8: one power of two per token and KV head
     norm           ||r|| / ||c||: the read vector has the norm of the stored one (norm correction, TurboQuant)
-    unbiased       ||r||^2 / <r, c>: <k, k_hat> = ||k||^2, so a key's score with itself is exact
-    least_squares  <r, c> / ||c||^2: least squared error
+    unbiased       ||r||^2 / <r, c>: <x, x_hat> = ||x||^2.  A key's score with itself is exact, and the errors of many
+                   values average out, where least squares would shrink them all (README, "Quality")
     min_max        half a step of the range, with a zero (its midpoint) beside it
     """
 
@@ -33,7 +34,7 @@ class Format:
 
     @property
     def rotated(self) -> bool:
-        return self.scale in ("norm", "unbiased", "least_squares")
+        return self.scale in ("norm", "unbiased")
 
     @property
     def has_zero(self) -> bool:
@@ -62,7 +63,7 @@ FORMATS: dict[Role, dict[str, Format]] = {
     | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
     "value": _FLOAT8
     | {f"uniform{bits}": Format(f"uniform{bits}", bits, "min_max", UNIFORM[bits]) for bits in (4, 3)}
-    | {f"tq{bits}": Format(f"tq{bits}", bits, "least_squares", GAUSSIAN[bits]) for bits in (4, 3, 2)},
+    | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
 }
 
 
@@ -70,15 +71,15 @@ FORMATS: dict[Role, dict[str, Format]] = {
 class Preset:
     """A key format, a value format, and what is taken out of the vectors before they are coded.
 
-    `center` subtracts one fixed vector per sequence and KV head from keys and values; `smooth` > 0 divides each key
-    channel by its relative size to that power.  Both are measured once, when the first tokens are packed, and undone
-    in the query and the output.
+    `center` names the roles of whose vectors one fixed vector per sequence and KV head is subtracted; `smooth` > 0
+    divides each key channel by its size relative to that channel of the queries, to that power.  Both are measured
+    once, before the first tokens are packed, and undone in the query and the output (see `backends.calibration`).
     """
 
     name: str
     key: Format
     value: Format
-    center: bool = False
+    center: tuple[Role, ...] = ("key",)
     smooth: float = 0.0
 
     def __post_init__(self) -> None:
@@ -90,14 +91,19 @@ class Preset:
         return self.key.token_bytes(key_dim) + self.value.token_bytes(value_dim)
 
 
+# With this exponent, keys and queries are of one size in every channel: white errors of keys then do least to the
+# scores (as in SmoothQuant, Xiao et al. 2023).  A float format does not feel it, and is not rotated.
+SMOOTH = 0.5
+
+
+def _smooth_of(key: Format) -> float:
+    return SMOOTH if key.rotated else 0.0
+
+
 def _preset(name: str, key: str, value: str) -> Preset:
-    own = key.startswith("tq") and value.startswith("tq")
-    return Preset(name, FORMATS["key"][key], FORMATS["value"][value], center=own, smooth=TQ_SMOOTH if own else 0.0)
+    fmt = FORMATS["key"][key]
+    return Preset(name, fmt, FORMATS["value"][value], smooth=_smooth_of(fmt))
 
-
-# Exponent of smoothing for the project's own presets: the least that keeps 4-bit keys with 16 times larger channels
-# within 0.007 of KL; 1.0 would cost 20 % on keys without outliers (README, quality table).
-TQ_SMOOTH = 0.65
 
 PRESETS: dict[str, Preset] = {
     preset.name: preset
@@ -125,18 +131,25 @@ def resolve_preset(
     preset: str,
     key: str | None = None,
     value: str | None = None,
-    center: bool | None = None,
+    center: bool | Literal["both"] | None = None,
     smooth: float | None = None,
 ) -> Preset:
-    """The preset of that name with some parts replaced.  Raises ValueError on unknown names or a bad exponent."""
+    """The preset of that name with some parts replaced.
+
+    center: whether keys are centred, or "both", values too.  Raises ValueError on unknown names or a bad exponent.
+    """
     if preset not in PRESETS:
         raise ValueError(f"expected a preset of {list(PRESETS)}, got {preset!r}")
+    if center not in (None, True, False, "both"):
+        raise ValueError(f"expected center to be True, False, 'both' or None, got {center!r}")
     base = PRESETS[preset]
     parts = [key and f"key={key}", value and f"value={value}"]
+    key_format = base.key if key is None else get_format("key", key)
+    roles: tuple[Role, ...] = ROLES if center == "both" else ("key",) if center else ()
     return Preset(
         " ".join([preset, *[part for part in parts if part]]),
-        base.key if key is None else get_format("key", key),
+        key_format,
         base.value if value is None else get_format("value", value),
-        base.center if center is None else bool(center),
-        base.smooth if smooth is None else float(smooth),
+        base.center if center is None else roles,
+        _smooth_of(key_format) if smooth is None else float(smooth),
     )

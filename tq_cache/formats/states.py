@@ -84,6 +84,8 @@ class KVView:
     key, value:             packed states, of which the first `packed_length` tokens count, or None
     tail_keys, tail_values: [B, H_kv, n, D], the newest tokens in the model's dtype, those of this update included
     backend:                who computes on it, see `backends`
+    observe:                to be shown the queries [B, H_q, S, D] of the newest tokens and their mask before attention,
+                            for which calibration waits, or (None, None) where they are not to be had; None: no need
     """
 
     tail_keys: torch.Tensor
@@ -94,6 +96,7 @@ class KVView:
     sink_keys: torch.Tensor | None = None
     sink_values: torch.Tensor | None = None
     backend: str = "auto"
+    observe: Callable[[torch.Tensor | None, torch.Tensor | None], None] | None = None
 
     @property
     def sink_length(self) -> int:

@@ -56,7 +56,7 @@ def turboquant_attention(
     options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
     view = paired_view(key, value)
     if view is not None:
-        out = _attend_view(query, view, options)
+        out = _attend_view(query, view, options, attention_mask)
         if out is not None:
             return _output(out)
     key, value = (plain(key), plain(value)) if view is None else (view.tail_keys, view.tail_values)
@@ -70,10 +70,17 @@ def turboquant_attention(
     return _output(_attend(query, KVView(key, value, backend=backend), options))
 
 
-def _attend_view(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor | None:
-    """As `_attend`, over what a cache holds; None where all of it is exact and sdpa is to be taken."""
+def _attend_view(
+    query: torch.Tensor, view: KVView, options: dict[str, Any], padding: torch.Tensor | None
+) -> torch.Tensor | None:
+    """As `_attend`, over what a cache holds; None where all of it is exact and sdpa is to be taken.
+
+    padding: the model's own mask, which tells what of the cache is padding
+    """
     if torch.compiler.is_compiling():
-        return outside_graph(_attend_view, query, view, options)
+        return outside_graph(_attend_view, query, view, options, padding)
+    if view.observe is not None:
+        view.observe(query, padding)
     if view.is_exact:
         needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
         backend = choose_backend(view.backend, view.tail_keys, view.tail_values)

@@ -52,6 +52,8 @@ class KVHandle(LazyHandle):
 
     def dequantize(self) -> torch.Tensor:
         """The tensor that this handle stands for, contiguous as the handle says it is."""
+        if self.view_of_cache.observe is not None:
+            self.view_of_cache.observe(None, None)  # whoever asks for it keeps the queries to itself
         return materialize(self.view_of_cache, self.role).contiguous()
 
 

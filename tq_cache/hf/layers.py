@@ -54,10 +54,11 @@ class PackedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
             return outside_graph(PackedLayer.update, self, key_states, value_states)
-        view = self.storage.append(key_states, value_states)
+        reads_bits = self.config._attn_implementation == ATTENTION_NAME
+        view = self.storage.append(key_states, value_states, queries_follow=reads_bits)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.config._attn_implementation == ATTENTION_NAME:
+        if reads_bits:
             return KVHandle(view, "key"), KVHandle(view, "value")
         return materialize(view, "key"), materialize(view, "value")
 
@@ -81,7 +82,8 @@ class PackedLayer(DynamicLayer):
         self.storage.select(indices)
 
     def offload(self) -> None:
-        self.storage.to("cpu")
+        if not self.storage.waits:  # for the queries, on whose device it then packs
+            self.storage.to("cpu")
 
     def prefetch(self) -> None:
         if self.is_initialized:

@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from ..backends import Backend, choose_backend
-from ..backends.calibration import calibrate_pair
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
 from ..formats.states import Calibration, KVView, PackedStates
 from .checks import check_packable, check_states
+from .first_tokens import FirstTokens
 
 
 def round_up(tokens: int) -> int:
@@ -22,7 +23,8 @@ class LayerStorage(ABC):
     """Keys and values of one layer: packed tokens, and the newest ones in the model's dtype.
 
     preset:          formats, centring, smoothing
-    residual_length: up to so many newest tokens stay in the model's dtype
+    residual_length: the newest so many tokens stay in the model's dtype, and those that do not fill a block yet
+    sink_tokens:     so many first tokens, too
     backend:         who computes, see `backends`
     given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
 
@@ -30,12 +32,19 @@ class LayerStorage(ABC):
     """
 
     def __init__(
-        self, preset: Preset, residual_length: int, backend: str, given_scales: Mapping[Role, torch.Tensor] | None
+        self,
+        preset: Preset,
+        residual_length: int,
+        sink_tokens: int,
+        backend: str,
+        given_scales: Mapping[Role, torch.Tensor] | None,
     ) -> None:
         self.preset = preset
         self.residual_length = residual_length
+        self.sink_tokens = sink_tokens
         self.backend = backend
         self.given_scales = dict(given_scales or {})
+        self.first_tokens = FirstTokens(preset, self.given_scales)
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -95,14 +104,39 @@ class LayerStorage(ABC):
         """Whether tokens are ever packed here."""
         return True
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, queries_follow: bool = False) -> KVView:
         """Add tokens, [B, H_kv, T, D] each, and return what attention over them should read.
+
+        queries_follow: attention will show the queries of these tokens to `KVView.observe`; see `FirstTokens`
 
         In that view the new tokens and the tail before them are still exact, also those that get packed here.
         Raises ValueError, before anything changes, when they do not fit each other, what is held, or the room there is.
         """
         self.admit(keys, values)
-        return self._append(keys, values)
+        if self.first_tokens.done or not self.packs:
+            return self._append(keys, values)
+        self.first_tokens.expect(queries_follow)
+        view = self._append(keys, values)
+        observe = self.observe if queries_follow and self.first_tokens.wants_queries else None
+        return replace(view, observe=observe)
+
+    def observe(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """See `KVView.observe`."""
+        newest = self.newest
+        if self.first_tokens.done or newest is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.first_tokens.observe(query, mask, newest[0].shape[1], self.length)
+            self._pack_waiting()
+
+    @property
+    @abstractmethod
+    def waits(self) -> bool:
+        """Whether tokens that are to be packed wait for their calibration."""
+
+    @abstractmethod
+    def _pack_waiting(self) -> None:
+        """Pack what waited, if it need not any more."""
 
     @abstractmethod
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
@@ -110,9 +144,6 @@ class LayerStorage(ABC):
 
     def _backend(self, keys: torch.Tensor, values: torch.Tensor) -> Backend:
         return choose_backend(self.backend, keys, values)
-
-    def _calibrate(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Calibration, Calibration]:
-        return calibrate_pair(self.preset, keys, values, self.given_scales)
 
     def _unwritten(
         self, keys: torch.Tensor, values: torch.Tensor, capacity: int, calibration: tuple[Calibration, Calibration]

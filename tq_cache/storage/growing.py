@@ -1,11 +1,12 @@
 """Storage that grows: sink tokens, packed blocks and the tail, in as much memory as they need.
 
-    order of tokens   | sink tokens   | packed                                | tail                 |
-    held in           | model's dtype | codes in blocks, scales               | model's dtype        |
-    how many          | sink_tokens   | the rest, packed once, never again    | up to residual_length|
+    order of tokens   | sink tokens   | packed                                | tail                        |
+    held in           | model's dtype | codes in blocks, scales               | model's dtype               |
+    how many          | sink_tokens   | whole blocks, packed once             | residual_length, and those  |
+                      |               |                                       | that do not fill a block    |
 
-Memory grows by an eighth at a time, at most 8,192 tokens; the tail is a buffer that is written in place.  With a
-residual_length of at least a block, whole blocks are packed at a time.
+Until they are calibrated on (`first_tokens`), more tokens stay in the tail.  Memory grows by an eighth at a time, at
+most 8,192 tokens; the tail is a buffer that is written in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +26,7 @@ UNLIMITED = 2**62
 class GrowingStorage(LayerStorage):
     """See `LayerStorage`.
 
-    residual_length: 0 packs every token at once, UNLIMITED none
-    sink_tokens:     so many first tokens stay in the model's dtype
+    residual_length: with UNLIMITED nothing is ever packed
     """
 
     def __init__(
@@ -37,8 +37,7 @@ class GrowingStorage(LayerStorage):
         backend: str,
         given_scales: Mapping[Role, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(preset, residual_length, backend, given_scales)
-        self.sink_tokens = sink_tokens
+        super().__init__(preset, residual_length, sink_tokens, backend, given_scales)
         self.clear()
 
     def clear(self) -> None:
@@ -51,14 +50,19 @@ class GrowingStorage(LayerStorage):
         self.tail_values: torch.Tensor | None = None
         self.packed_length = 0
         self.tail_length = 0
+        self.first_tokens.clear()
 
     # ------------------------------------------------------------------------------------------------- reading
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        sinks = 0 if self.sink_keys is None else self.sink_keys.shape[2]
-        return sinks + self.packed_length + self.tail_length
+        return self._settled + self.tail_length
+
+    @property
+    def _settled(self) -> int:
+        """Sink tokens and packed ones."""
+        return self.packed_length + (0 if self.sink_keys is None else self.sink_keys.shape[2])
 
     @property
     def newest(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -114,8 +118,17 @@ class GrowingStorage(LayerStorage):
 
     @property
     def _most_exact(self) -> int:
-        """Tokens that a tail may hold before some are packed."""
-        return self.residual_length + (self.sink_tokens if self.sink_keys is None else 0)
+        """Tokens that a tail holds before some are packed, unless they wait."""
+        return self.residual_length + BLOCK_TOKENS - 1 + (self.sink_tokens if self.sink_keys is None else 0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens that are to be packed wait for their calibration."""
+        return self.tail_length > self._most_exact
+
+    def _pack_waiting(self) -> None:
+        if self.waits and self.tail_keys is not None and self.tail_values is not None:
+            self._settle(self.tail_keys[:, :, : self.tail_length], self.tail_values[:, :, : self.tail_length])
 
     def _make_room(self, tokens: int) -> None:
         """Larger buffers, unless `tokens` fit into those there are.  Views of the old ones stay as they are."""
@@ -139,42 +152,50 @@ class GrowingStorage(LayerStorage):
         return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
     def _settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Pack what is too much of a tail, keep the rest as the new one."""
-        waiting = self.sink_tokens if self.sink_keys is None else 0
-        surplus = keys.shape[2] - self._most_exact
-        count = 0
-        if surplus > 0:
-            # Whole blocks where there are enough tokens, so that blocks fill once and stay aligned.
-            end = min(round_up(self.packed_length + surplus), self.packed_length + keys.shape[2] - waiting)
-            count = end - self.packed_length
-            if waiting:
-                self.sink_keys, self.sink_values = keys[:, :, :waiting].clone(), values[:, :, :waiting].clone()
-            keys, values = keys[:, :, waiting:], values[:, :, waiting:]
-            self._pack(keys, values, count)
+        """Pack the whole blocks that are too much of a tail, keep the rest as the new one."""
+        sinks = self.sink_tokens if self.sink_keys is None else 0
+        surplus = keys.shape[2] - sinks - self.residual_length
+        count = (self.packed_length + surplus) // BLOCK_TOKENS * BLOCK_TOKENS - self.packed_length
+        if count > 0 and self._calibrated_on(keys[:, :, sinks:], values[:, :, sinks:], self._settled + sinks):
+            if sinks:
+                self.sink_keys, self.sink_values = keys[:, :, :sinks].clone(), values[:, :, :sinks].clone()
+            keys, values = keys[:, :, sinks:], values[:, :, sinks:]
+            self._pack(keys[:, :, :count], values[:, :, :count])
+        else:
+            count = 0
         # New buffers, since a view of the old ones may still be read.
         self.tail_length = keys.shape[2] - count
         self.tail_keys, self.tail_values = (self._buffer(x[:, :, count:], x.shape[2] - count) for x in (keys, values))
 
     def _buffer(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """A copy of a tail with room for `tokens` and, up to what a tail ever holds, for coming ones."""
-        most = self.residual_length + self.sink_tokens + 1
+        most = self.residual_length + self.sink_tokens + BLOCK_TOKENS
         more = 0 if self.tail_keys is None else growth(tokens)
-        room = min(most, round_up(tokens + 1 + more))
+        room = max(tokens, min(most, round_up(tokens + 1 + more)))
         buffer = x.new_zeros(*x.shape[:2], room, x.shape[3])
         buffer[:, :, : x.shape[2]] = x
         return buffer
 
-    def _pack(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Store the first `count` tokens behind the packed ones; the first time, all of them are calibrated on."""
-        if self.packed_length == 0:
-            self.key, self.value = self._unwritten(keys, values, round_up(count), self._calibrate(keys, values))
+    def _calibrated_on(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> bool:
+        """Whether these exact tokens, `first` and later ones, can be packed; until all is done they are measured."""
+        if self.first_tokens.done:
+            return True
+        held = None
+        if self.key is not None and self.value is not None:
+            held = self.key.calibration, self.value.calibration
+        calibration = self.first_tokens.calibrate(keys, values, first, held)
+        if calibration is not None and held is None:
+            self.key, self.value = self._unwritten(keys, values, 0, calibration)
+        return calibration is not None
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store tokens behind the packed ones."""
         assert self.key is not None and self.value is not None
-        end = self.packed_length + count
+        end = self.packed_length + keys.shape[2]
         if end > self.key.capacity:
             capacity = round_up(max(end, self.key.capacity + growth(self.key.capacity)))
             self.key, self.value = _grown(self.key, capacity), _grown(self.value, capacity)
-        first = keys[:, :, :count], values[:, :, :count]
-        self._backend(keys, values).store_pair(self.key, self.value, *first, self.packed_length)
+        self._backend(keys, values).store_pair(self.key, self.value, keys, values, self.packed_length)
         self.packed_length = end
 
     # -------------------------------------------------------------------------------------------- whole tokens
@@ -200,10 +221,12 @@ class GrowingStorage(LayerStorage):
     def select(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices` (int64, may repeat; or bool) in that order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        self.first_tokens.map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def repeat(self, repeats: int) -> None:
         """Every sequence `repeats` times, one behind the other."""
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.first_tokens.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device | str) -> None:
         """Move everything; does not wait for the copies."""

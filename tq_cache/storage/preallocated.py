@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from ..backends.calibration import calibrate_pair
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
 from ..formats.states import KVView, PreallocatedStates, packed_length_of, tensors
@@ -33,7 +34,7 @@ class PreallocatedStorage(LayerStorage):
                 f"expected a residual_length that is a multiple of {BLOCK_TOKENS} with max_cache_len, "
                 f"got {residual_length}"
             )
-        super().__init__(preset, residual_length, backend, given_scales)
+        super().__init__(preset, residual_length, 0, backend, given_scales)
         self.max_length = max_length
         self.states: PreallocatedStates | None = None
         # The device counts tokens; what Python knows of that count spares asking it.  At most so many are held by what
@@ -50,6 +51,14 @@ class PreallocatedStorage(LayerStorage):
     def newest(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The ring, [B, H_kv, slots, D] each; None before the first token."""
         return None if self.states is None else (self.states.ring_keys, self.states.ring_values)
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens that are to be packed wait for their calibration."""
+        return False
+
+    def _pack_waiting(self) -> None:
+        pass
 
     def view(self) -> KVView:
         """Everything held, as it is now; raises ValueError on an empty storage.  Waits for the device."""
@@ -137,7 +146,7 @@ class PreallocatedStorage(LayerStorage):
 
     def _start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Calibrate on the first chunk, and allocate where nothing is yet."""
-        calibration = self._calibrate(keys, values)
+        calibration = calibrate_pair(self.preset, keys, values, self.given_scales)
         if self.states is not None:
             for states, new in zip((self.states.key, self.states.value), calibration, strict=True):
                 for held, tensor in zip(tensors(states.calibration), tensors(new), strict=True):
