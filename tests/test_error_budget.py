@@ -7,7 +7,7 @@ import torch
 from error_budget import Expected, Roundings, attention, exact_parts, ratios, seeded
 
 from tq_cache.backends import reference
-from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.presets import resolve_preset
 from tq_cache.storage.growing import GrowingStorage
 
 TOKENS = 300  # 256 of them packed
@@ -15,7 +15,7 @@ TOKENS = 300  # 256 of them packed
 
 def case(dtype: torch.dtype):
     """A view and a query for it; keys and values have a centre."""
-    generator, storage = seeded(0), GrowingStorage(PRESETS["tq4"], 30, 0, "reference")
+    generator, storage = seeded(0), GrowingStorage(resolve_preset("tq4", center="both"), 30, 0, "reference")
     storage.append(*((torch.randn(2, 2, TOKENS, 64, generator=generator) + 0.5).to(dtype) for _ in range(2)))
     return storage.view(), torch.randn(2, 4, 3, 64, generator=generator).to(dtype)
 

@@ -20,7 +20,7 @@ from vectors import (
 
 from tq_cache.backends import quantizers, reference
 from tq_cache.formats.codebook import Codebook
-from tq_cache.formats.presets import FORMATS, Format
+from tq_cache.formats.presets import Format
 from tq_cache.formats.rotation import rotate
 
 # ------------------------------------------------------------------------------------------------------ distortion

@@ -2,7 +2,7 @@
 
 lossless: with a residual that covers everything the tokens are DynamicCache's.
 packed:   with nearly everything packed, attention from the packed bits ("turboquant") gives the tokens that the same
-          cache gives when it dequantises for the model's own attention.
+          cache gives when it dequantises for the model's own attention (which shows no queries: without smoothing).
 """
 
 import copy
@@ -16,6 +16,7 @@ from tq_cache import TurboQuantCache
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "mistral", "gpt_oss", "deepseek_v3", "qwen3_next"]
 NEW_TOKENS = 10
+LENGTH = 140  # of prompts: enough to calibrate on
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20},
@@ -25,9 +26,9 @@ MODES = {
     "beam_return_sequences": {"num_beams": 4, "num_return_sequences": 2},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "assisted": {"assistant": True},
-    "chunked_prefill": {"prefill_chunk_size": 7},
+    "chunked_prefill": {"prefill_chunk_size": 47},
     "left_padding": {"left_padding": 9},
-    "one_token_prompt": {"length": 1},
+    "one_token_prompt": {"length": 1, "max_new_tokens": 140},
 }
 # Recurrent states cannot be rolled back, so transformers itself refuses these.
 UNSUPPORTED = {("qwen3_next", "assisted"), ("qwen3_next", "prompt_lookup")}
@@ -50,12 +51,13 @@ def models():
 
 
 def packed_cache(model: PreTrainedModel, preset: str = "4bit_nc") -> TurboQuantCache:
-    return TurboQuantCache(model.config, preset, residual_length=3, sink_tokens=1, skip_layers=("sliding_window",))
+    options = dict(residual_length=3, sink_tokens=1, skip_layers=("sliding_window",), smooth=0.0)
+    return TurboQuantCache(model.config, preset, **options)
 
 
 def run(model: PreTrainedModel, cache, mode: str) -> torch.Tensor:
     options = dict(MODES[mode])
-    inputs = prompt(model, options.pop("length", 24))
+    inputs = prompt(model, options.pop("length", LENGTH))
     padding = options.pop("left_padding", 0)
     if padding:
         inputs["input_ids"][1, :padding] = 0
@@ -65,7 +67,8 @@ def run(model: PreTrainedModel, cache, mode: str) -> torch.Tensor:
     if "assistant_model" in options or "prompt_lookup_num_tokens" in options:
         inputs = {name: x[:1] for name, x in inputs.items()}
     torch.manual_seed(0)
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, pad_token_id=0, do_sample=options.pop("do_sample", False))
+    length = options.pop("max_new_tokens", NEW_TOKENS)
+    config = GenerationConfig(max_new_tokens=length, pad_token_id=0, do_sample=options.pop("do_sample", False))
     return model.generate(**inputs, past_key_values=cache, generation_config=config, **options)
 
 
@@ -100,21 +103,42 @@ def test_every_preset_from_packed_bits(models, preset):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("preset", ["4bit_nc", "tq4", "fp8_e4m3"])
+def test_the_same_cache_read_in_both_ways(models, family, preset):
+    """Filled by attention that shows its queries; then a copy of it is dequantised for the model's own."""
+    own, model = models(family, "own"), models(family, "turboquant")
+    cache = TurboQuantCache(model.config, preset, residual_length=0)
+    inputs = prompt(model, LENGTH)
+    inputs["attention_mask"][1, :9] = 0
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        for layer in twin.layers:
+            layer.config = own.config  # a cache is made with the config of the model that runs it
+        following = prompt(model, 5, seed=9)["input_ids"]
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(following)], dim=1)
+        logits = [m(following, attention_mask=mask, past_key_values=c).logits for m, c in ((model, cache), (own, twin))]
+    packed = [layer.storage for layer in cache.layers if hasattr(layer, "storage")]
+    assert packed and all(storage.packed_length >= 128 for storage in packed)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("preset", ["4bit_nc", "tq4", "fp8_e4m3"])
 def test_padded_row_gives_what_the_row_alone_gives(models, family, preset):
     model = models(family, "turboquant")
-    short = prompt(model, 24, seed=3)["input_ids"][:1]
-    long = prompt(model, 60, seed=4)["input_ids"][:1]
-    padded = torch.cat([torch.zeros(1, 36, dtype=torch.long), short], dim=1)
-    inputs = {"input_ids": torch.cat([long, padded]), "attention_mask": torch.ones(2, 60, dtype=torch.long)}
-    inputs["attention_mask"][1, :36] = 0
+    short = prompt(model, 192, seed=3)["input_ids"][:1]
+    long = prompt(model, 256, seed=4)["input_ids"][:1]
+    padded = torch.cat([torch.zeros(1, 64, dtype=torch.long), short], dim=1)  # a block: the others stay the same
+    inputs = {"input_ids": torch.cat([long, padded]), "attention_mask": torch.ones(2, 256, dtype=torch.long)}
+    inputs["attention_mask"][1, :64] = 0
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, pad_token_id=0)
 
-    def cache():  # which tokens are still exact depends on the length, padding included: here none is
-        return TurboQuantCache(model.config, preset, residual_length=0, skip_layers=("sliding_window",))
+    def cache():  # the first tokens of a batch are padding: without sinks the same tokens are packed
+        return TurboQuantCache(model.config, preset, residual_length=0, sink_tokens=0)
 
     batch = model.generate(**inputs, past_key_values=cache(), generation_config=config)
     alone = model.generate(short, past_key_values=cache(), generation_config=config)
-    assert torch.equal(batch[1, 60:], alone[0, 24:])
+    assert torch.equal(batch[1, 256:], alone[0, 192:])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
@@ -122,7 +146,7 @@ def test_second_turn_continues_the_cache(models, family):
     model = models(family, "turboquant")
     config = GenerationConfig(max_new_tokens=6, pad_token_id=0)
     cache = packed_cache(model)
-    first = model.generate(prompt(model)["input_ids"], past_key_values=cache, generation_config=config)
+    first = model.generate(prompt(model, LENGTH)["input_ids"], past_key_values=cache, generation_config=config)
     stored = [packed_bytes(layer) for layer in cache.layers]
     follow_up = torch.cat([first, prompt(model, 9, seed=5)["input_ids"]], dim=1)
     second = model.generate(follow_up, past_key_values=cache, generation_config=config)
@@ -132,8 +156,7 @@ def test_second_turn_continues_the_cache(models, family):
             assert torch.equal(before, packed_bytes(layer)[:, :, : before.shape[2]])
     own = models(family, "own")
     cache = packed_cache(own)
-    model.generate(prompt(own)["input_ids"], past_key_values=packed_cache(model), generation_config=config)
-    own.generate(prompt(own)["input_ids"], past_key_values=cache, generation_config=config)
+    own.generate(prompt(own, LENGTH)["input_ids"], past_key_values=cache, generation_config=config)
     assert torch.equal(second, own.generate(follow_up, past_key_values=cache, generation_config=config))
 
 
@@ -147,7 +170,7 @@ def packed_bytes(layer) -> torch.Tensor | None:
 def test_prefix_reuse_by_deepcopy(models):
     model = models("llama", "turboquant")
     config = GenerationConfig(max_new_tokens=6, pad_token_id=0)
-    prefix = prompt(model, 100)["input_ids"]
+    prefix = prompt(model, LENGTH)["input_ids"]
     cache = packed_cache(model)
     with torch.no_grad():
         model(prefix, past_key_values=cache)
@@ -156,26 +179,26 @@ def test_prefix_reuse_by_deepcopy(models):
         reused = model.generate(full, past_key_values=copy.deepcopy(cache), generation_config=config)
         again = model.generate(full, past_key_values=copy.deepcopy(cache), generation_config=config)
         assert torch.equal(reused, again)
-    assert cache.get_seq_length() == 100
+    assert cache.get_seq_length() == LENGTH
 
 
 def test_prefill_under_inference_mode_then_generate(models):
     model = models("llama", "turboquant")
-    ids = prompt(model, 70)["input_ids"]
+    ids = prompt(model, LENGTH)["input_ids"]
     cache = packed_cache(model)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
     out = model.generate(
         torch.cat([ids, ids[:, :3]], dim=1), past_key_values=cache, max_new_tokens=80, do_sample=False, pad_token_id=0
     )
-    assert out.shape[1] == 73 + 80
+    assert out.shape[1] == LENGTH + 3 + 80
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models(dtype):
     expected, got = (
-        model.generate(**prompt(model), past_key_values=packed_cache(model), max_new_tokens=4, output_logits=True,
-                       return_dict_in_generate=True, do_sample=False, pad_token_id=0)
+        model.generate(**prompt(model, LENGTH), past_key_values=packed_cache(model), max_new_tokens=4,
+                       output_logits=True, return_dict_in_generate=True, do_sample=False, pad_token_id=0)
         for model in (build("llama", "eager").to(dtype), build("llama", "turboquant").to(dtype))
     )  # fmt: skip
     # The first token comes from the exact tensors, the second from packed ones: the same up to half precision.

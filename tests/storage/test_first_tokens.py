@@ -181,7 +181,9 @@ def test_sizes_make_the_errors_of_scores_least(generator):
     for name in ("none", "keys", "both"):
         storage = make_storage("tq4")
         if name == "none":
-            storage = type(storage)(PRESETS["tq4"].__class__("plain", PRESETS["tq4"].key, PRESETS["tq4"].value), 0, 0, "reference")
+            storage = type(storage)(
+                PRESETS["tq4"].__class__("plain", PRESETS["tq4"].key, PRESETS["tq4"].value), 0, 0, "reference"
+            )
         view = storage.append(keys, values, queries_follow=True)
         view.observe(query if name == "both" else None, None)
         error = (materialize(storage.view(), "key") - keys).unflatten(1, (HEADS, 1))

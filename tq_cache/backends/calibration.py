@@ -31,7 +31,7 @@ class QueryEnergy(NamedTuple):
     """Of the queries of each KV head's group: sum of squares [B, H_kv, 1, D], and how many they are [B, 1, 1, 1]."""
 
     squares: torch.Tensor
-    count: torch.Tensor
+    seen: torch.Tensor
 
 
 def calibrate_pair(
@@ -106,7 +106,7 @@ def _channel_sizes(
     """
     logarithm = KEYS_ALONE * smooth * _log_size(rms)
     if queries is not None:
-        squares, seen = queries.squares.to(rms), queries.count.to(rms)
+        squares, seen = queries.squares.to(rms), queries.seen.to(rms)
         # The prior makes up for channels that few queries happen not to use.
         squares = squares + PRIOR_QUERIES * squares.mean(dim=-1, keepdim=True) / seen.clamp_min(1)
         aware = smooth * (_log_size(rms) - _log_size((squares / (seen.clamp_min(1) + PRIOR_QUERIES)).sqrt()))

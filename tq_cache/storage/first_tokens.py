@@ -6,8 +6,8 @@ alone where queries are about to come.  Until then tokens stay exact:
     queries   that attention over the next update, at the latest, is to show (`observe`); else keys are taken alone
     tokens    until each sequence has none that counts, or MIN_CALIBRATION_TOKENS; at most MAX_WAITING_TOKENS wait
 
-A sequence of which no token counts (padding on the left) stays open: nobody reads its packed tokens, so it is calibrated
-when it begins.
+A sequence of which no token counts (padding on the left) stays open: nobody reads its packed tokens, so it is
+calibrated when it begins.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ class FirstTokens:
         step = -(-count // ENOUGH_QUERIES)
         new = query_energy(query[:, :, ::step], num_kv_heads, None if counts is None else counts[:, ::step])
         if self._energy is not None:
-            new = QueryEnergy(self._energy.squares + new.squares, self._energy.count + new.count)
+            new = QueryEnergy(self._energy.squares + new.squares, self._energy.seen + new.seen)
         self._energy, self._queries = new, self._queries + count
 
     @property
