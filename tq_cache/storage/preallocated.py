@@ -15,7 +15,7 @@ from .checks import check_room
 class PreallocatedStorage(LayerStorage):
     """See `LayerStorage`; room for `max_length` tokens.
 
-    With a residual_length of max_length nothing is ever packed.  Chunks of any length are added by `append`, which
+    The first `sink_tokens` stay in the model's dtype.  With a residual_length of max_length nothing is ever packed.  Chunks of any length are added by `append`, which
     waits for the device; single tokens by the backend's `update_preallocated` on `states`, which does not, after
     `admit`.  Calibration happens on the first chunk, since it must be done before a graph is captured.
     """
@@ -24,16 +24,18 @@ class PreallocatedStorage(LayerStorage):
         self,
         preset: Preset,
         residual_length: int,
+        sink_tokens: int,
         max_length: int,
         backend: str,
         given_scales: Mapping[Role, torch.Tensor] | None = None,
     ) -> None:
-        if residual_length < BLOCK_TOKENS or residual_length % BLOCK_TOKENS:
+        if residual_length < 0 or residual_length % BLOCK_TOKENS:
             raise ValueError(
-                f"expected a residual_length that is a multiple of {BLOCK_TOKENS} with max_cache_len, "
+                f"expected a residual_length that is a multiple of {BLOCK_TOKENS}, or 0, with max_cache_len, "
                 f"got {residual_length}"
             )
         super().__init__(preset, residual_length, backend, given_scales)
+        self.sink_tokens = sink_tokens
         self.max_length = max_length
         self.states: PreallocatedStates | None = None
         # The device counts tokens; what Python knows of that count spares asking it.  At most so many are held by what
@@ -105,54 +107,58 @@ class PreallocatedStorage(LayerStorage):
             else:
                 old = self.states.view()  # waits for the device, once
             length = old.length + keys.shape[2]
-            if old.length == 0:
-                self._start(keys.detach(), values.detach())
-            elif length <= self.residual_length:  # nothing is packed or wraps: no copy of what is held
-                return self._append_in_place(old, keys.detach(), values.detach(), length)
-            else:
+            states = self.states if self.states is not None and old.length else self._start(keys, values)
+            if old.length and states.packed_length(length) == 0:  # nothing wraps: no copy of what is held
+                self._settle(states, keys.detach(), values.detach(), old.length)
+                return states.view(length)
+            if old.tail_keys.shape[2]:
                 keys, values = torch.cat([old.tail_keys, keys], dim=2), torch.cat([old.tail_values, values], dim=2)
-            self._settle(keys.detach(), values.detach(), old.packed_length, length)
+            self._settle(states, keys.detach(), values.detach(), length - keys.shape[2])
         return replace(old, tail_keys=keys, tail_values=values)
 
-    def _append_in_place(self, old: KVView, keys: torch.Tensor, values: torch.Tensor, length: int) -> KVView:
-        assert self.states is not None
-        ring_keys, ring_values = self.states.ring_keys, self.states.ring_values
-        ring_keys[:, :, old.length : length] = keys
-        ring_values[:, :, old.length : length] = values
-        self.states.num_tokens.fill_(length)
-        return replace(old, tail_keys=ring_keys[:, :, :length], tail_values=ring_values[:, :, :length])
-
-    def _settle(self, keys: torch.Tensor, values: torch.Tensor, packed: int, length: int) -> None:
-        """Pack what is too much for the ring, write the rest there."""
-        states = self.states
-        assert states is not None
-        count = packed_length_of(length, self.residual_length) - packed
+    def _settle(self, states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Tokens from `start` on, from which on none is packed, to their places; packs those too many for the ring."""
+        length, sinks = start + keys.shape[2], states.sink_tokens
+        waiting = max(min(length, sinks) - start, 0)  # tokens that there is a place for among the sinks
+        if states.sink_keys is not None and states.sink_values is not None and waiting:
+            states.sink_keys[:, :, start : start + waiting] = keys[:, :, :waiting]
+            states.sink_values[:, :, start : start + waiting] = values[:, :, :waiting]
+            keys, values = keys[:, :, waiting:], values[:, :, waiting:]
+        first = max(start - sinks, 0)
+        count = max(states.packed_length(length) - first, 0)
         if count:
             oldest = keys[:, :, :count], values[:, :, :count]
-            self._backend(keys, values).store_pair(states.key, states.value, *oldest, packed)
-        slots = torch.arange(packed + count, length, device=keys.device) % states.ring_slots
+            self._backend(keys, values).store_pair(states.key, states.value, *oldest, first)
+        slots = torch.arange(first + count, first + keys.shape[2], device=keys.device) % states.ring_slots
         states.ring_keys[:, :, slots] = keys[:, :, count:]
         states.ring_values[:, :, slots] = values[:, :, count:]
         states.num_tokens.fill_(length)
 
-    def _start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _start(self, keys: torch.Tensor, values: torch.Tensor) -> PreallocatedStates:
         """Calibrate on the first chunk, and allocate where nothing is yet."""
+        keys, values = keys.detach(), values.detach()
         calibration = self._calibrate(keys, values)
         if self.states is not None:
             for states, new in zip((self.states.key, self.states.value), calibration, strict=True):
                 for held, tensor in zip(tensors(states.calibration), tensors(new), strict=True):
                     held.copy_(tensor)
-            return
-        slots = min(self.residual_length + BLOCK_TOKENS, round_up(self.max_length))
-        ring_keys, ring_values = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (keys, values))
-        capacity = packed_length_of(self.max_length, self.residual_length)
+            return self.states
+
+        def room(tokens: int) -> list[torch.Tensor]:
+            return [x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in (keys, values)]
+
+        most = max(self.max_length - self.sink_tokens, 1)  # that are no sinks
+        ring = room(min(self.residual_length + BLOCK_TOKENS, round_up(most)))
+        sinks = room(self.sink_tokens) if self.sink_tokens else (None, None)
+        capacity = packed_length_of(self.max_length, self.residual_length, self.sink_tokens)
         key, value = self._unwritten(keys, values, capacity, calibration)
         num_tokens = torch.zeros((), dtype=torch.int64, device=keys.device)
         self.states = PreallocatedStates(
-            *(key, value, ring_keys, ring_values, num_tokens), self.residual_length, self.max_length, self.backend
+            *(key, value, *ring, num_tokens), self.residual_length, self.max_length, self.backend, *sinks
         )
         for tensor in tensors(self.states):
             torch._dynamo.mark_static_address(tensor)
+        return self.states
 
     # -------------------------------------------------------------------------------- whole tokens and sequences
 

@@ -56,10 +56,12 @@ def apply_mask(s, m, MASK: tl.constexpr):
 
 
 @triton.jit
-def lengths_now(num_tokens, tail_length, packed_length, residual_length):
-    """Tokens in the tail and packed: as given, or as `num_tokens` on the device says, of a preallocated layer."""
+def lengths_now(num_tokens, num_sinks, tail_length, packed_length, residual_length):
+    """Sinks, tokens in the tail and packed: as given, or as `num_tokens` on the device says, of a preallocated layer."""
     if num_tokens is not None:
         count = tl.load(num_tokens).to(tl.int32)
-        packed_length = tl.cdiv(tl.maximum(count - residual_length, 0), BLOCK_TOKENS) * BLOCK_TOKENS
-        tail_length = count - packed_length
-    return tail_length, packed_length
+        others = tl.maximum(count - num_sinks, 0)
+        num_sinks = count - others
+        packed_length = tl.maximum(others - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        tail_length = others - packed_length
+    return num_sinks, tail_length, packed_length
