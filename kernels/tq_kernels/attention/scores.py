@@ -62,6 +62,9 @@ def lengths_now(num_tokens, num_sinks, tail_length, packed_length, residual_leng
         count = tl.load(num_tokens).to(tl.int32)
         others = tl.maximum(count - num_sinks, 0)
         num_sinks = count - others
-        packed_length = tl.maximum(others - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        # Rounded down, by rounding up 63 fewer: where LLVM sees a multiple of 64 that is positive, it unfolds which
+        # tokens of a tile count, and the loop over tiles has a tenth more instructions (4 and 3 bits, sm_90).
+        packed_length = tl.maximum(others - residual_length - (BLOCK_TOKENS - 1), 0)
+        packed_length = tl.cdiv(packed_length, BLOCK_TOKENS) * BLOCK_TOKENS
         tail_length = others - packed_length
     return num_sinks, tail_length, packed_length

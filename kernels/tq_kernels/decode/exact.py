@@ -10,7 +10,7 @@ from ..attention.scores import NO_MASK, apply_mask, lengths_now, soft_cap
 from ..bits.layout import at_head
 from .query import MaskPlace, column_places, fine_dot, mask_of_tokens, program_place, split_places
 
-EXACT_TOKENS = tl.constexpr(tuning.EXACT_TOKENS)
+EXACT_TOKENS, SINK_STEP = tl.constexpr(tuning.EXACT_TOKENS), tl.constexpr(tuning.SINK_STEP)
 
 
 class Span(NamedTuple):
@@ -96,30 +96,32 @@ def attend_exact(
     query = column_places(query, strides.query, column, batch, kv_head, SHAPE.group, SHAPE.queries)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
     mask_columns = column_places(0, strides.mask, column, batch, kv_head, SHAPE.group, SHAPE.queries)
+    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
     sinks, length, packed = lengths_now(
         counts.num_tokens, sizes.num_sinks, tail_length, packed_length, sizes.residual_length
     )  # fmt: skip
     limit = sinks + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
-    tail_splits = tl.num_programs(2) - splits - (0 if exact.sink_keys is None else 1)
-    per_split = tl.cdiv(tl.cdiv(length, EXACT_TOKENS), tl.maximum(tail_splits, 1)) * EXACT_TOKENS
-    start = split * per_split
-    end, place, first, slots = tl.minimum(start + per_split, length), packed + sinks, packed, counts.ring_slots
-    k = at_head(exact.tail_keys, strides.tail_keys, batch, kv_head)
-    v = at_head(exact.tail_values, strides.tail_values, batch, kv_head)
-    key_step, value_step = strides.tail_keys.token, strides.tail_values.token
+    tail_splits = tl.num_programs(2) - splits
     if exact.sink_keys is not None:
-        # Chosen by arithmetic: Triton 3.6 takes no pointer out of a branch on AMD GPUs.
-        tail = split < tail_splits
-        start, end, place = tl.where(tail, start, 0), tl.where(tail, end, sinks), tl.where(tail, place, 0)
-        k = tl.where(tail, k, at_head(exact.sink_keys, strides.sink_keys, batch, kv_head))
-        v = tl.where(tail, v, at_head(exact.sink_values, strides.sink_values, batch, kv_head))
-        key_step = tl.where(tail, key_step, strides.sink_keys.token)
-        value_step = tl.where(tail, value_step, strides.sink_values.token)
-        if slots is not None:
-            first, slots = tl.where(tail, first, 0), tl.where(tail, slots, sizes.num_sinks)
-    mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
-    span = Span(k, v, key_step, value_step, start, end, place, first, slots)
-    _attend(query, span, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, STEP, STAGES)
+        tail_splits -= 1
+    # Each branch attends by itself: on AMD GPUs Triton 3.6 takes no pointer that was chosen, by a branch or otherwise.
+    if split < tail_splits:
+        per_split = tl.cdiv(tl.cdiv(length, EXACT_TOKENS), tail_splits) * EXACT_TOKENS
+        start = split * per_split
+        tail = Span(
+            at_head(exact.tail_keys, strides.tail_keys, batch, kv_head),
+            at_head(exact.tail_values, strides.tail_values, batch, kv_head),
+            strides.tail_keys.token, strides.tail_values.token, start, tl.minimum(start + per_split, length),
+            sinks + packed, packed, counts.ring_slots,
+        )  # fmt: skip
+        _attend(query, tail, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, STEP, STAGES)
+    elif exact.sink_keys is not None:
+        first = Span(
+            at_head(exact.sink_keys, strides.sink_keys, batch, kv_head),
+            at_head(exact.sink_values, strides.sink_values, batch, kv_head),
+            strides.sink_keys.token, strides.sink_values.token, split * 0, sinks, split * 0, split * 0, None,
+        )  # fmt: skip
+        _attend(query, first, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, SINK_STEP, 1)
 
 
 @triton.jit(do_not_specialize=["tail_length"])
