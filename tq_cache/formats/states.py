@@ -113,8 +113,8 @@ class KVView:
 def packed_length_of(num_tokens: int, residual_length: int, sink_tokens: int) -> int:
     """How many of `num_tokens` are packed: whole blocks of what is neither a sink nor one of the newest.
 
-        tokens    | first sink_tokens | whole blocks of 64     | up to 63, until they are a block | newest residual_length |
-        held as   | model's dtype     | packed: returns so many | model's dtype                    | model's dtype          |
+    tokens    | first sink_tokens | whole blocks of 64    | up to 63, not yet a block | newest residual_length |
+    held as   | model's dtype     | packed: so many       | model's dtype             | model's dtype          |
     """
     return max(num_tokens - sink_tokens - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
 

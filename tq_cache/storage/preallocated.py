@@ -15,9 +15,10 @@ from .checks import check_room
 class PreallocatedStorage(LayerStorage):
     """See `LayerStorage`; room for `max_length` tokens.
 
-    The first `sink_tokens` stay in the model's dtype.  With a residual_length of max_length nothing is ever packed.  Chunks of any length are added by `append`, which
-    waits for the device; single tokens by the backend's `update_preallocated` on `states`, which does not, after
-    `admit`.  Calibration happens on the first chunk, since it must be done before a graph is captured.
+    The first `sink_tokens` stay in the model's dtype.  With a residual_length of max_length nothing is ever packed.
+    Chunks of any length are added by `append`, which waits for the device; single tokens by the backend's
+    `update_preallocated` on `states`, which does not, after `admit`.  Calibration happens on the first chunk, since it
+    must be done before a graph is captured.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class PreallocatedStorage(LayerStorage):
                 old = self.states.view()  # waits for the device, once
             length = old.length + keys.shape[2]
             states = self.states if self.states is not None and old.length else self._start(keys, values)
-            if old.length and states.packed_length(length) == 0:  # nothing wraps: no copy of what is held
+            has_sinks = 0 < old.length >= states.sink_tokens  # so that all that comes is of the tail
+            if has_sinks and states.packed_length(length) == 0:  # nothing wraps: no copy of what is held
                 self._settle(states, keys.detach(), values.detach(), old.length)
                 return states.view(length)
             if old.tail_keys.shape[2]:
@@ -144,17 +146,18 @@ class PreallocatedStorage(LayerStorage):
                     held.copy_(tensor)
             return self.states
 
-        def room(tokens: int) -> list[torch.Tensor]:
-            return [x.new_zeros(*x.shape[:2], tokens, x.shape[3]) for x in (keys, values)]
+        def room(x: torch.Tensor, tokens: int) -> torch.Tensor:
+            return x.new_zeros(*x.shape[:2], tokens, x.shape[3])
 
-        most = max(self.max_length - self.sink_tokens, 1)  # that are no sinks
-        ring = room(min(self.residual_length + BLOCK_TOKENS, round_up(most)))
-        sinks = room(self.sink_tokens) if self.sink_tokens else (None, None)
+        most, sinks = max(self.max_length - self.sink_tokens, 1), self.sink_tokens  # most that are no sinks
+        slots = min(self.residual_length + BLOCK_TOKENS, round_up(most))
         capacity = packed_length_of(self.max_length, self.residual_length, self.sink_tokens)
         key, value = self._unwritten(keys, values, capacity, calibration)
         num_tokens = torch.zeros((), dtype=torch.int64, device=keys.device)
         self.states = PreallocatedStates(
-            *(key, value, *ring, num_tokens), self.residual_length, self.max_length, self.backend, *sinks
+            *(key, value, room(keys, slots), room(values, slots), num_tokens),
+            *(self.residual_length, self.max_length, self.backend),
+            *(room(x, sinks) if sinks else None for x in (keys, values)),
         )
         for tensor in tensors(self.states):
             torch._dynamo.mark_static_address(tensor)

@@ -57,7 +57,7 @@ def apply_mask(s, m, MASK: tl.constexpr):
 
 @triton.jit
 def lengths_now(num_tokens, num_sinks, tail_length, packed_length, residual_length):
-    """Sinks, tokens in the tail and packed: as given, or as `num_tokens` on the device says, of a preallocated layer."""
+    """Sinks, tokens in the tail and packed: as given, or as `num_tokens` on the device says of a preallocated layer."""
     if num_tokens is not None:
         count = tl.load(num_tokens).to(tl.int32)
         others = tl.maximum(count - num_sinks, 0)

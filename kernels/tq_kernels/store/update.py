@@ -1,9 +1,9 @@
 """Update of a preallocated layer by one token, in one launch that reads its place from the device and counts it.
 
-The layer is drawn at `PreallocatedStates` in `tq_cache/formats/states.py`: sinks, packed blocks, and a ring of the newest
-tokens that has room for a block more than `residual_length`.  A token never takes the slot of one that is still exact:
-the one that comes as the (residual_length + 64)th of the ring takes its last free slot, and then the oldest block is
-packed.  With a residual_length of 0 it is itself the last of that block, so one program writes it and packs, in order.
+The layer is drawn at `PreallocatedStates` in `tq_cache/formats/states.py`: sinks, packed blocks, and a ring of the
+newest tokens that has room for a block more than `residual_length`.  No token takes the slot of one that is still
+exact: the (residual_length + 64)th of the ring takes its last free slot, and then the oldest block is packed.  With a
+residual_length of 0 it is itself the last of that block, so one program writes it and packs, in this order.
 """
 
 from functools import lru_cache
