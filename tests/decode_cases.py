@@ -127,13 +127,24 @@ def expect(case, view, query, mask, options, roundings):
     return attention(query, *exact_parts(view), mask, query.shape[-1] ** -0.5, roundings, **options)
 
 
-# Preset, residual length, lengths of the chunks: packed and ring, ring alone, one that has wrapped, all exact.
-STATIC = (("tq4", 64, (100,)), ("3bit_nc", 128, (60,)), ("k8v4", 64, (200, 1, 1, 90)), ("4bit_nc", 512, (300,)))
+# Preset, residual length, sink tokens, lengths of the chunks.
+STATIC = (
+    ("tq4", 64, 0, (130,)),
+    ("tq3", 64, 4, (133, 61)),  # packed, and a ring that has wrapped
+    ("k8v4", 64, 1, (200, 1, 1, 90)),
+    ("tq2", 0, 4, (200,)),
+    ("fp8_e4m3", 0, 5, (5 + 128,)),  # sinks and packed tokens alone
+    ("3bit_nc", 128, 4, (60,)),  # nothing packed yet
+    ("4bit_nc", 64, 4, (3,)),  # fewer tokens than sinks
+    ("tq4", 128, 70, (70,)),  # as many as sinks, and those more than a step
+    ("4bit_nc", 512, 0, (300,)),  # nothing ever packed
+    ("4bit_nc", 448, 4, (300,)),
+)
 
 
-def static_storage(preset, residual_length, chunks, device="cpu", dtype=torch.float32, dim=64):
+def static_storage(preset, residual_length, sink_tokens, chunks, device="cpu", dtype=torch.float32, dim=64):
     generator = seeded(0)
-    storage = PreallocatedStorage(PRESETS[preset], residual_length, 400, "reference")
+    storage = PreallocatedStorage(PRESETS[preset], residual_length, sink_tokens, 400, "reference")
     for tokens in chunks:
         keys, values = (torch.randn(2, 2, tokens, dim, generator=generator).to(device, dtype) for _ in range(2))
         storage.append(keys + 0.3, values - 0.3)
@@ -143,15 +154,17 @@ def static_storage(preset, residual_length, chunks, device="cpu", dtype=torch.fl
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}  # of the relative error, whatever the budget
 
 
-def compare_static(preset, residual_length, chunks, device="cpu", dtype=torch.float32):
-    """Shares of the error budget of attention over a preallocated layer, without and with a padding mask."""
+def compare_static(preset, residual_length, sink_tokens, chunks, device="cpu", dtype=torch.float32):
+    """Shares of the error budget of attention over a preallocated layer, without a mask, with padding, with noise."""
     from tq_cache.backends.triton import attend_preallocated
 
-    storage = static_storage(preset, residual_length, chunks, device, dtype)
+    storage = static_storage(preset, residual_length, sink_tokens, chunks, device, dtype)
     query = torch.randn(2, 8, 1, 64, generator=seeded(1)).to(device, dtype)
-    padding = torch.arange(400, device=device) >= torch.tensor([[0], [37]], device=device)
     view, found = storage.view(), []
-    for mask in (None, padding[:, None, None]):
+    assert view.length == sum(chunks) and view.sink_length == min(sink_tokens, view.length)
+    padding = torch.arange(400, device=device) >= torch.tensor([[0], [min(37, view.length - 1)]], device=device)
+    noise = torch.randn(2, 8, 1, 400, generator=seeded(2)).to(device, dtype)
+    for mask in (None, padding[:, None, None], noise):
         seen = None if mask is None else mask[..., : view.length]
         expected = attention(query, *exact_parts(view), seen, 0.125, Roundings.of_kernels(dtype, float8=True))
         out = attend_preallocated(query, storage.states, mask, 0.125)

@@ -18,4 +18,6 @@ def add(storage: PreallocatedStorage, keys: torch.Tensor, values: torch.Tensor) 
     if storage.states is None or keys.shape[2] > 1:
         storage.append(keys, values)
     else:
+        storage.admit(keys, values)
+        storage.before_step(storage.admitted_length)
         torch.ops.tq_cache.update(keys, values, *flatten(storage.states))

@@ -97,7 +97,7 @@ class TurboQuantCache(DynamicCache):
         length = self._max_cache_len
         if length is not None:
             newest = residual_length if plan.packed else round_up(length)
-            return PreallocatedStorage(self.preset, newest, length, backend, given)
+            return PreallocatedStorage(self.preset, newest, 0, length, backend, given)
         newest, sinks = (residual_length, sink_tokens) if plan.packed else (UNLIMITED, 0)
         return GrowingStorage(self.preset, newest, sinks, backend, given)
 

@@ -115,6 +115,7 @@ def tile_columns(columns: int, arithmetic: Arithmetic) -> int:
 
 
 EXACT_TOKENS = 64  # exact tokens of a split at least
+SINK_STEP = 16  # sinks of a step: mostly there are 4, and a dot takes no fewer than 16
 EXACT_BESIDE = 32  # exact tokens of a step, at most, in a launch with packed ones: they share its shared memory
 
 

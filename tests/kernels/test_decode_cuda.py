@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import CASES, EXACT, STATIC, Case, compare_exact, compare_static, expect, run_kernel
-from error_budget import Roundings, assert_within, relative_error, seeded
+from decode_cases import CASES, EXACT, STATIC, Case, compare_exact, compare_static, expect, run_kernel, static_storage
+from error_budget import Roundings, assert_within, attention, exact_parts, ratios, relative_error, seeded
 from kernel_harness import DTYPES
 
 from tq_cache.backends import reference
@@ -26,9 +26,39 @@ def test_error_budget(name, dtype):
     assert_within(out, lse, expect(case, view, query, mask, options, Roundings.of_kernels(dtype, float8=True)))
 
 
-@pytest.mark.parametrize("case", STATIC, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.parametrize("case", STATIC, ids=lambda case: "-".join(map(str, case[:3])))
 def test_static_layer_on_cuda(case):
     assert max(compare_static(*case, "cuda", torch.bfloat16)) <= 1
+
+
+@pytest.mark.parametrize(("residual_length", "sinks"), [(0, 4), (64, 1), (128, 4)])
+def test_a_captured_step_reads_what_it_wrote(residual_length, sinks):
+    """Update and attention in one CUDA graph, replayed from before the sinks are full through two packings."""
+    from tq_cache.backends.triton import attend_preallocated, update_preallocated
+
+    storage = static_storage("tq4", residual_length, sinks, (1,), "cuda", torch.bfloat16)
+    states, generator = storage.states, seeded(3)
+    padding = torch.arange(400, device="cuda") >= torch.tensor([[0], [1]], device="cuda")
+    new = [torch.zeros(2, 2, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    query = torch.zeros(2, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        update_preallocated(states, *new)
+        return attend_preallocated(query, states, padding[:, None, None], 0.125)
+
+    step()  # compiles; its token is one of zeros
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for count in range(3, 3 + residual_length + 140):
+        for x in (*new, query):
+            x.copy_(torch.randn(x.shape, generator=generator))
+        graph.replay()
+        assert states.num_tokens.item() == count
+        view = storage.view()
+        mask = padding[:, None, None, :count]
+        expected = attention(query, *exact_parts(view), mask, 0.125, Roundings.of_kernels(torch.bfloat16, float8=True))
+        assert max(ratios(out, expected.lse, expected)) <= 1, count
 
 
 @pytest.mark.parametrize(("tokens", "queries"), [*EXACT, (5000, 1), (40000, 16), (3000, 100)])

@@ -20,9 +20,10 @@ def compile_all(target, *presets):
             preset, states = PRESETS[name], []
             for role, fmt in (("key", preset.key), ("value", preset.value)):
                 states.append(empty_states(role, fmt, 128))
-            token, ring = (torch.empty(2, 2, n, 128, dtype=DTYPES[dtype], device="meta") for n in (1, 192))
+            token, ring, sinks = (torch.empty(2, 2, n, 128, dtype=DTYPES[dtype], device="meta") for n in (1, 192, 4))
             count = torch.empty((), dtype=torch.int64, device="meta")
-            launch = update_launch(token, token, *states, ring, ring, count, 128, 384, device_of(target))
+            exact = token, token, *states, ring, ring
+            launch = update_launch(*exact, count, 128, 384, (sinks, sinks), device_of(target))
             print_line(dtype, name, compile_launch(launch, target).metadata.num_warps)
 
 

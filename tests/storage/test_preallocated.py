@@ -1,4 +1,4 @@
-"""Preallocated storage: equal to the growing one, and never written past its end."""
+"""Preallocated storage: every token where it belongs, as in the growing one, and none past the end."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from architectures import build
 from preallocated import CHUNKS, add, random_pair
 
 from tq_cache import TurboQuantCache
+from tq_cache.backends import reference
 from tq_cache.formats.presets import PRESETS
-from tq_cache.formats.states import tensors
+from tq_cache.formats.states import KVView, PackedStates, packed_length_of, tensors
 from tq_cache.hf.attention import turboquant_attention
 from tq_cache.hf.graph_ops import flatten, unflatten
 from tq_cache.storage.growing import UNLIMITED, GrowingStorage
@@ -18,7 +19,7 @@ from tq_cache.storage.preallocated import PreallocatedStorage
 @pytest.mark.parametrize("residual_length", [64, 128])
 @pytest.mark.parametrize("preset", ["fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq2"])
 def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
-    fixed = PreallocatedStorage(PRESETS[preset], residual_length, 600, "auto")
+    fixed = PreallocatedStorage(PRESETS[preset], residual_length, 0, 600, "auto")
     growing = GrowingStorage(PRESETS[preset], residual_length, 0, "auto")
     first = random_pair(generator, 300, (64, 48))
     for chunk in (first, *(random_pair(generator, tokens, (64, 48)) for tokens in CHUNKS[1:])):
@@ -37,8 +38,91 @@ def test_holds_what_a_growing_storage_holds(generator, preset, residual_length):
             assert x is None or torch.equal(x[:, :, : ours.packed_length], y[:, :, : ours.packed_length])
 
 
+@pytest.mark.parametrize(("tokens", "residual_length", "sink_tokens", "packed"), [
+    (0, 0, 4, 0), (67, 0, 4, 0), (68, 0, 4, 64), (131, 0, 4, 64), (132, 0, 4, 128), (64, 0, 0, 64),
+    (195, 128, 4, 0), (196, 128, 4, 64), (191, 128, 0, 0), (192, 128, 0, 64), (1000, 128, 4, 832),
+])  # fmt: skip
+def test_whole_blocks_of_what_is_no_sink_and_not_among_the_newest_are_packed(
+    tokens, residual_length, sink_tokens, packed
+):
+    assert packed_length_of(tokens, residual_length, sink_tokens) == packed
+
+
+def check_places(view: KVView, keys: torch.Tensor, values: torch.Tensor, residual_length: int, sinks: int) -> None:
+    """A view holds these tokens: the first and the newest themselves, the others as the reference packs them."""
+    length = keys.shape[2]
+    packed = max(length - sinks - residual_length, 0) // 64 * 64
+    end = sinks + packed
+    assert (view.length, view.packed_length, view.sink_length) == (length, packed, min(length, sinks))
+    sides = (view.sink_keys, view.key, view.tail_keys, keys), (view.sink_values, view.value, view.tail_values, values)
+    for held_sinks, states, tail, x in sides:
+        assert torch.equal(tail, x[:, :, end:])
+        assert held_sinks is None or torch.equal(held_sinks, x[:, :, :sinks])
+        assert (states is None) == (packed == 0)
+        if states is not None:
+            again = PackedStates.empty(states.role, states.format, x, packed, states.calibration)
+            reference.store(again, x[:, :, sinks:end], 0)
+            assert torch.equal(states.packed[:, :, : packed // 64], again.packed)
+            for mine, other in ((states.scale, again.scale), (states.zero, again.zero)):
+                assert mine is None or torch.equal(mine[:, :, :packed], other)
+
+
+@pytest.mark.parametrize("first", [1, 4, 100, 300])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 70])
+@pytest.mark.parametrize("residual_length", [0, 64, 128])
+def test_every_token_is_where_it_belongs(generator, residual_length, sinks, first):
+    """Chunks and single tokens, through several packings, into a ring that wraps; then again in the same memory."""
+    storage = PreallocatedStorage(PRESETS["tq4"], residual_length, sinks, 700, "reference")
+    for _ in range(2):
+        keys, values = random_pair(generator, 700, (32, 48))
+        end = 0
+        for tokens in (first, 1, 1, 2, 70, *[1] * 70, 129, 63, 1, 1):
+            start, end = end, end + tokens
+            new = keys[:, :, start:end], values[:, :, start:end]
+            if storage.length and tokens == 1:
+                add(storage, *new)
+            else:
+                view = storage.append(*new)
+                assert view.length == end
+                assert torch.equal(view.tail_keys[:, :, -tokens:], new[0])
+            if tokens > 1 or end % 16 == 0:
+                check_places(storage.view(), keys[:, :, :end], values[:, :, :end], residual_length, sinks)
+        storage.clear()
+        assert storage.length == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 10, 200])
+def test_a_chunk_is_read_exact_with_what_was_exact_before(generator, tokens):
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 700, "reference")
+    keys, values = random_pair(generator, 2 + tokens + 150, (32, 48))
+    storage.append(keys[:, :, :2], values[:, :, :2])
+    end = 2 + tokens
+    view = storage.append(keys[:, :, 2:end], values[:, :, 2:end])
+    for sinks, tail, x in ((view.sink_keys, view.tail_keys, keys), (view.sink_values, view.tail_values, values)):
+        assert torch.equal(torch.cat([sinks, tail], dim=2), x[:, :, :end])
+    before = storage.view()
+    view = storage.append(keys[:, :, end:], values[:, :, end:])
+    assert (view.sink_length, view.packed_length) == (before.sink_length, before.packed_length)
+    assert torch.equal(view.tail_keys, keys[:, :, view.sink_length + view.packed_length :])
+
+
+def test_no_more_is_held_than_there_can_be():
+    """No ring beyond whole blocks of what is no sink; all in the sinks where there are as many as max_length."""
+    keys = torch.randn(1, 1, 3, 32)
+    for sinks, most, slots in ((0, 100, 128), (4, 68, 64), (4, 69, 128), (4, 400, 192), (60, 50, 64)):
+        storage = PreallocatedStorage(PRESETS["tq4"], 128, sinks, most, "reference")
+        storage.append(keys, keys)
+        assert storage.states.ring_slots == slots
+        assert (storage.states.sink_keys is None) == (sinks == 0)
+        for _ in range(most):
+            add(storage, *[keys[:, :, :1]] * 2)
+        assert storage.length == most
+    with pytest.raises(ValueError, match="a multiple of 64, or 0, with max_cache_len, got 10"):
+        PreallocatedStorage(PRESETS["tq4"], 10, 4, 100, "reference")
+
+
 @pytest.mark.parametrize("make", [
-    lambda: PreallocatedStorage(PRESETS["tq4"], 640, 600, "auto"),
+    lambda: PreallocatedStorage(PRESETS["tq4"], 640, 0, 600, "auto"),
     lambda: GrowingStorage(PRESETS["tq4"], UNLIMITED, 0, "auto"),
 ])  # fmt: skip
 def test_tokens_that_stay_exact_are_read_where_they_are_held(make, generator):
@@ -52,7 +136,7 @@ def test_tokens_that_stay_exact_are_read_where_they_are_held(make, generator):
 
 
 def test_addresses_stay(generator):
-    storage = PreallocatedStorage(PRESETS["tq4"], 64, 600, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 600, "auto")
     add(storage, *random_pair(generator, 100))
     addresses = [tensor.data_ptr() for tensor in storage.tensors()]
     for tokens in CHUNKS[1:]:
@@ -68,7 +152,7 @@ def everything(storage: PreallocatedStorage) -> list[torch.Tensor]:
 
 
 def test_nothing_is_written_past_the_end(generator):
-    storage = PreallocatedStorage(PRESETS["tq4"], 64, 150, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 150, "auto")
     add(storage, *random_pair(generator, 149))
     before = everything(storage)
     with pytest.raises(ValueError, match="expected at most max_cache_len = 150 tokens, got 149 held and 2 new"):
@@ -124,7 +208,7 @@ def test_a_graph_that_is_full_writes_nothing_and_the_next_call_outside_raises(ge
 
 def test_a_step_is_announced_where_it_may_come_in_a_graph(generator, monkeypatch):
     """Masks are made outside graphs: there is room, or it raises; the device is asked only where there might not be."""
-    storage = PreallocatedStorage(PRESETS["tq4"], 64, 150, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 0, 150, "auto")
     asked, length = [], type(storage).length
     monkeypatch.setattr(type(storage), "length", property(lambda self: asked.append(1) or length.fget(self)))
     add(storage, *random_pair(generator, 140))
@@ -158,11 +242,12 @@ def test_tokens_that_do_not_fit_change_nothing(generator, length, wrong):
 
 
 def test_selects_sequences_in_place(generator):
-    storage = PreallocatedStorage(PRESETS["tq4"], 64, 300, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 300, "auto")
     add(storage, *random_pair(generator, 200))
     before = storage.view()
     storage.select(torch.tensor([1, 1]))
     assert torch.equal(storage.view().tail_keys[0], before.tail_keys[1])
+    assert torch.equal(storage.view().sink_values[0], before.sink_values[1])
     assert torch.equal(storage.states.key.packed[0], storage.states.key.packed[1])
     with pytest.raises(NotImplementedError, match="as many sequences"):
         storage.select(torch.tensor([0]))
@@ -170,19 +255,21 @@ def test_selects_sequences_in_place(generator):
         storage.crop(10)
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_flat_states_are_the_states(generator, preset):
-    storage = PreallocatedStorage(PRESETS[preset], 64, 300, "auto")
+def test_flat_states_are_the_states(generator, preset, sinks):
+    storage = PreallocatedStorage(PRESETS[preset], 64, sinks, 300, "auto")
     storage.append(*random_pair(generator, 200, (64, 48)))
     again = unflatten(flatten(storage.states))
     assert [x.data_ptr() for x in tensors(again)] == [x.data_ptr() for x in storage.tensors()]
+    assert again.sink_tokens == sinks
     sides = [(states.key.format, states.value.format, states.max_length) for states in (again, storage.states)]
     assert sides[0] == sides[1] and flatten(again).spec == flatten(storage.states).spec
 
 
 @pytest.mark.parametrize("op", ["update", "attend", "materialize"])
 def test_operations_keep_their_contract(generator, op):
-    storage = PreallocatedStorage(PRESETS["tq4"], 64, 300, "auto")
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 300, "auto")
     add(storage, *random_pair(generator, 200))
     buffers, calibration, num_tokens, spec = flatten(storage.states)
     query = torch.randn(2, 4, 1, 64, generator=generator)

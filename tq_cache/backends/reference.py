@@ -10,7 +10,7 @@ import torch
 
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.rotation import rotate, unrotate
-from ..formats.states import KVView, PackedStates, PreallocatedStates, packed_length_of
+from ..formats.states import KVView, PackedStates, PreallocatedStates
 from .quantizers import compute, dequantize, scaled, store
 
 __all__ = [
@@ -50,16 +50,20 @@ def append(
 
 def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
     """See `Backend.update_preallocated`; waits for the device."""
-    length, residual = int(states.num_tokens), states.residual_length
+    length = int(states.num_tokens)
     if length >= states.max_length:
         return
-    packed = packed_length_of(length, residual)
-    if packed_length_of(length + 1, residual) > packed:
+    if length < states.sink_tokens and states.sink_keys is not None and states.sink_values is not None:
+        append(keys, values, states.sink_keys, states.sink_values, length)
+    else:
+        slot = (length - states.sink_tokens) % states.ring_slots
+        append(keys, values, states.ring_keys, states.ring_values, slot)
+    packed = states.packed_length(length)
+    if states.packed_length(length + 1) > packed:  # with a residual_length of 0 the new token is one of the block
         start = packed % states.ring_slots
         oldest = slice(start, start + BLOCK_TOKENS)
         ring = states.ring_keys[:, :, oldest], states.ring_values[:, :, oldest]
         store_pair(states.key, states.value, *ring, packed)
-    append(keys, values, states.ring_keys, states.ring_values, length % states.ring_slots)
     states.num_tokens.add_(1)
 
 

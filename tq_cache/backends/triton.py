@@ -109,7 +109,7 @@ def attend(
     arguments: dict[str, Any] = {
         "packed_length": view.packed_length,
         "scaling": scaling,
-        "sink_tokens": None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+        "sink_tokens": _sinks(view),
         "mask": mask,
         "softcap": softcap,
         "sink_logits": sink_logits,
@@ -145,6 +145,7 @@ def attend_preallocated(
             states.ring_values,
             packed_length=states.key.capacity,
             scaling=scaling,
+            sink_tokens=_sinks(states),
             mask=mask,
             softcap=softcap,
             sink_logits=sink_logits,
@@ -167,7 +168,12 @@ def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: 
             states.num_tokens,
             states.residual_length,
             states.max_length,
+            _sinks(states),
         )
+
+
+def _sinks(held: KVView | PreallocatedStates) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if held.sink_keys is None or held.sink_values is None else (held.sink_keys, held.sink_values)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

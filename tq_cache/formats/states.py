@@ -113,25 +113,32 @@ class KVView:
         return self.packed_length == 0 and self.sink_length == 0
 
 
-def packed_length_of(num_tokens: int, residual_length: int) -> int:
-    """How many of `num_tokens` are packed in a preallocated layer."""
-    return -(-max(num_tokens - residual_length, 0) // BLOCK_TOKENS) * BLOCK_TOKENS
+def packed_length_of(num_tokens: int, residual_length: int, sink_tokens: int) -> int:
+    """How many of `num_tokens` are packed: whole blocks of what is neither a sink nor one of the newest.
+
+    tokens    | first sink_tokens | whole blocks of 64    | up to 63, not yet a block | newest residual_length |
+    held as   | model's dtype     | packed: so many       | model's dtype             | model's dtype          |
+    """
+    return max(num_tokens - sink_tokens - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
 class PreallocatedStates:
     """Keys and values of one layer at fixed addresses.
 
-        tokens    | packed: the oldest, whole blocks           | ring: the newest, in the model's dtype             |
-        where     | the first `packed_length_of(num_tokens)`   | token i in slot i % (residual_length + BLOCK_TOKENS) |
+        tokens    | sinks: the first   | packed: whole blocks        | ring: all others, in the model's dtype |
+        how many  | sink_tokens        | `packed_length_of`          | up to residual_length + 63             |
+        where     | token i in place i | i - sink_tokens in place of | i - sink_tokens in slot                |
+                  |                    | its number                  | (i - sink_tokens) % ring_slots         |
 
     How many tokens are packed follows from how many there are, so one count says it all and can stay on the device.  A
-    block is packed when the token comes for which the `residual_length` newest leave no room.
+    block is packed in the step that brings the ring (residual_length + 64)th token: the newest residual_length stay.
 
     key, value:             packed states with room for all tokens that can be packed
     ring_keys, ring_values: [B, H_kv, residual_length + BLOCK_TOKENS, D]; no more slots than blocks of max_length have
     num_tokens:             int64 [], tokens held, at most max_length
     backend:                who computes on it, see `backends`
+    sink_keys, sink_values: [B, H_kv, sink_tokens, D], or None where there are none
     """
 
     key: PackedStates
@@ -142,24 +149,38 @@ class PreallocatedStates:
     residual_length: int
     max_length: int
     backend: str
+    sink_keys: torch.Tensor | None = None
+    sink_values: torch.Tensor | None = None
 
     @property
     def ring_slots(self) -> int:
         return self.ring_keys.shape[2]
 
-    def view(self) -> KVView:
-        """The same tokens as any other layer has them; waits for the device."""
-        length = int(self.num_tokens)
-        packed = packed_length_of(length, self.residual_length)
+    @property
+    def sink_tokens(self) -> int:
+        """Room for so many."""
+        return 0 if self.sink_keys is None else self.sink_keys.shape[2]
+
+    def packed_length(self, num_tokens: int) -> int:
+        """How many of so many tokens are packed here."""
+        return packed_length_of(num_tokens, self.residual_length, self.sink_tokens)
+
+    def view(self, length: int | None = None) -> KVView:
+        """The same tokens as any other layer has them; waits for the device, unless told how many there are."""
+        length = int(self.num_tokens) if length is None else length
+        packed, sinks = self.packed_length(length), min(length, self.sink_tokens)
+        end = length - sinks
         first = packed % self.ring_slots
-        last = first + length - packed
+        last = first + end - packed
         slots: slice | torch.Tensor = slice(first, last)
         if last > self.ring_slots:
-            slots = torch.arange(packed, length, device=self.ring_keys.device) % self.ring_slots
+            slots = torch.arange(packed, end, device=self.ring_keys.device) % self.ring_slots
         key, value = (self.key, self.value) if packed else (None, None)
-        return KVView(
-            self.ring_keys[:, :, slots], self.ring_values[:, :, slots], packed, key, value, backend=self.backend
+        sink_keys, sink_values = (
+            None if x is None or not sinks else x[:, :, :sinks] for x in (self.sink_keys, self.sink_values)
         )
+        tail = self.ring_keys[:, :, slots], self.ring_values[:, :, slots]
+        return KVView(*tail, packed, key, value, sink_keys, sink_values, self.backend)
 
 
 # Any of the classes above that hold tensors, themselves or in parts.

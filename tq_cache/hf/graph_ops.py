@@ -21,7 +21,8 @@ CALIBRATION = ("center", "smooth", "scale")
 class Flat(NamedTuple):
     """`PreallocatedStates` as operations take them.
 
-    buffers:     ring of keys, ring of values; packed codes, scales, zeros of keys, then of values, those there are
+    buffers:     ring of keys, ring of values; sinks of keys and of values; packed codes, scales, zeros of keys, then of
+                 values; those there are
     calibration: `CALIBRATION` of keys, then of values, those there are
     num_tokens:  int64 []
     spec:        formats, which calibration there is, lengths and backend: see `_Spec`
@@ -39,6 +40,7 @@ class _Spec(NamedTuple):
     formats: tuple[Format, Format]
     calibration: tuple[tuple[str, ...], tuple[str, ...]]
     residual_length: int
+    sink_tokens: int
     max_length: int
     backend: str
 
@@ -46,21 +48,25 @@ class _Spec(NamedTuple):
 def flatten(states: PreallocatedStates) -> Flat:
     """The same tensors, flat."""
     sides = (states.key, states.value)
-    buffers = [states.ring_keys, states.ring_values]
+    there = [states.ring_keys, states.ring_values, states.sink_keys, states.sink_values]
     for side in sides:
-        buffers += [tensor for tensor in (side.packed, side.scale, side.zero) if tensor is not None]
+        there += [side.packed, side.scale, side.zero]
+    buffers = [tensor for tensor in there if tensor is not None]
     measured = [[(name, getattr(side.calibration, name)) for name in CALIBRATION] for side in sides]
     present = [[name for name, tensor in side if tensor is not None] for side in measured]
     calibration = [tensor for side in measured for _, tensor in side if tensor is not None]
     formats = [f"{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
-    spec = " ".join([*formats, str(states.residual_length), str(states.max_length), states.backend])
+    lengths = map(str, (states.residual_length, states.sink_tokens, states.max_length))
+    spec = " ".join([*formats, *lengths, states.backend])
     return Flat(buffers, calibration, states.num_tokens, spec)
 
 
 def unflatten(flat: Flat) -> PreallocatedStates:
     """The inverse of `flatten`."""
     spec = _parse(flat.spec)
-    buffers, calibration = iter(flat.buffers[2:]), iter(flat.calibration)
+    buffers, calibration = iter(flat.buffers), iter(flat.calibration)
+    rings = next(buffers), next(buffers)
+    sinks = (next(buffers), next(buffers)) if spec.sink_tokens else (None, None)
     roles: tuple[Role, Role] = ("key", "value")
     key, value = (
         PackedStates(
@@ -72,22 +78,22 @@ def unflatten(flat: Flat) -> PreallocatedStates:
             next(buffers) if fmt.has_zero else None,
             Calibration(**{name: next(calibration) for name in names}),
         )
-        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, flat.buffers[:2], strict=True)
+        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, rings, strict=True)
     )
-    ring_keys, ring_values = flat.buffers[:2]
     return PreallocatedStates(
-        key, value, ring_keys, ring_values, flat.num_tokens, spec.residual_length, spec.max_length, spec.backend
+        key, value, *rings, flat.num_tokens, spec.residual_length, spec.max_length, spec.backend, *sinks
     )
 
 
 @lru_cache(maxsize=256)
 def _parse(spec: str) -> _Spec:
-    key, value, residual_length, max_length, backend = spec.split()
+    key, value, residual_length, sink_tokens, max_length, backend = spec.split()
     (key, key_names), (value, value_names) = (side.split(":") for side in (key, value))
     return _Spec(
         (get_format("key", key), get_format("value", value)),
         (tuple(filter(None, key_names.split("+"))), tuple(filter(None, value_names.split("+")))),
         int(residual_length),
+        int(sink_tokens),
         int(max_length),
         backend,
     )
@@ -105,7 +111,7 @@ def update(
     num_tokens: torch.Tensor,
     spec: str,
 ) -> None:
-    """Write one token, [B, H_kv, 1, D] each, behind those held, and count it; packs a block first if the ring is full.
+    """Write one token, [B, H_kv, 1, D] each, behind those held, and count it; packs a block if the ring is full.
 
     Writes nothing, and counts nothing, where there is no room: a step of a captured graph cannot raise.  Raises
     ValueError, before anything changes, unless shapes and dtypes are those held.

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -117,17 +118,17 @@ class LayerStorage(ABC):
             return self._append(keys, values)
         self.first_tokens.expect(queries_follow)
         view = self._append(keys, values)
-        observe = self.observe if queries_follow and self.first_tokens.wants_queries else None
+        observe = partial(self.observe, view) if queries_follow and self.first_tokens.wants_queries else None
         return replace(view, observe=observe)
 
-    def observe(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-        """See `KVView.observe`."""
+    def observe(self, view: KVView, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        """See `KVView.observe`; `view` is what the update gave."""
         newest = self.newest
         if self.first_tokens.done or newest is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.first_tokens.observe(query, mask, newest[0].shape[1], self.length)
-            self._pack_waiting()
+            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length)
+            self._observed(view)
 
     @property
     @abstractmethod
@@ -135,8 +136,8 @@ class LayerStorage(ABC):
         """Whether tokens that are to be packed wait for their calibration."""
 
     @abstractmethod
-    def _pack_waiting(self) -> None:
-        """Pack what waited, if it need not any more."""
+    def _observed(self, view: KVView) -> None:
+        """Queries of the update that gave this view came, or are known not to come."""
 
     @abstractmethod
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:

@@ -1,13 +1,13 @@
-"""What a storage waits for before it packs: queries to calibrate with, and enough real tokens of every sequence.
+"""What a storage knows of its first tokens, and what it waits for, before it packs any of them.
 
 A calibration holds for all tokens that are ever packed, so it must not rest on a padded chunk, on one token, or on keys
-alone where queries are about to come.  Until then tokens stay exact:
+alone where queries are about to come.  Until then tokens stay exact, where they can:
 
     queries   that attention over the next update, at the latest, is to show (`observe`); else keys are taken alone
-    tokens    until each sequence has none that counts, or MIN_CALIBRATION_TOKENS; at most MAX_WAITING_TOKENS wait
+    tokens    until there are MIN_CALIBRATION_TOKENS that count of each sequence; at most MAX_WAITING_TOKENS wait
 
-A sequence of which no token counts (padding on the left) stays open: nobody reads its packed tokens, so it is
-calibrated when it begins.
+A sequence of which all tokens that are packed are padding, as attention's mask says, stays open: nobody reads them, so
+it is calibrated when it begins.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,43 +82,60 @@ class FirstTokens:
         """Whether queries of tokens that are here may still come."""
         return 0 < self._unseen <= PATIENCE and not self._queries
 
-    def calibrate(self, keys: torch.Tensor, values: torch.Tensor, first: int, held: _Pair | None) -> _Pair | None:
-        """A calibration to pack these exact tokens with, [B, H_kv, T, D] each, or None: they are to wait.
+    def calibrate(
+        self, keys: torch.Tensor, values: torch.Tensor, first: int, packs: int, held: _Pair | None, must: bool = False
+    ) -> _Pair | None:
+        """A calibration to pack the first `packs` of these exact tokens with, or None: they are to wait.
 
-        first: how many tokens are before them; held: the calibration that packed ones have, which is changed in place
-        where a sequence begins
+        keys, values: [B, H_kv, T, D] each, with `first` tokens before them
+        held:         the calibration that packed ones have, which is changed in place where a sequence begins
+        must:         they cannot wait
         """
         if not measures(self.preset, self.given_scales):
             self.done = True
             return calibrate_pair(self.preset, keys, values, self.given_scales)
-        if self.awaits:
+        if self.awaits and not must:
             return None
+        counts = self._counts(keys, values, first)
+        batch = counts.shape[0]
+        begins = torch.ones(batch, dtype=torch.bool)
+        if self._queries and self._visible is not None:
+            begins = counts[:, 0, :packs, 0].any(dim=1).cpu()
+        if self._calibrated is not None:
+            begins = begins & ~self._calibrated
+        # Asking the device waits for it; without a mask that pads, attention has said that all tokens are real.
+        if not must and keys.shape[2] < MAX_WAITING_TOKENS:
+            known = self._queries and self._visible is None
+            real = [keys.shape[2]] * batch if known else counts.sum(dim=(1, 2, 3)).tolist()
+            if any(
+                begun and count < MIN_CALIBRATION_TOKENS for begun, count in zip(begins.tolist(), real, strict=True)
+            ):
+                return None
+        new = calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
+        if held is not None:
+            _replace_rows(held, new, begins)
+        self._calibrated = begins if self._calibrated is None else self._calibrated | begins
+        if bool(self._calibrated.all()):
+            self.accept()
+        return held or new
+
+    def accept(self) -> None:
+        """All sequences are calibrated, as they are."""
+        self.done = True
+        self._calibrated = self._energy = self._visible = None
+
+    def provisional(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> _Pair:
+        """What these tokens say alone, as few as they may be; nothing is settled by it."""
+        counts = self._counts(keys, values, first)
+        return calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
+
+    def _counts(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> torch.Tensor:
+        """Which of the tokens from `first` on are real, bool [B, 1, T, 1], as far as values and masks tell."""
         counts = not_padding(values)
         if self._visible is not None:
             visible = self._visible[:, first : first + keys.shape[2]].to(counts.device)
             counts[:, 0, : visible.shape[1], 0] &= visible
-        tokens = counts.sum(dim=(1, 2, 3))
-        # Asking the device waits for it; without a mask that pads, attention has said that all tokens are real.
-        real = tokens.tolist() if self._visible is not None or not self._queries else [keys.shape[2]] * len(tokens)
-        closed = [False] * len(real) if self._calibrated is None else self._calibrated.tolist()
-        begun = [count for count, done in zip(real, closed, strict=True) if not done]
-        few = any(0 < count < MIN_CALIBRATION_TOKENS for count in begun) or (held is None and not any(real))
-        if few and keys.shape[2] < MAX_WAITING_TOKENS:
-            return None
-        new = calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
-        begins = torch.tensor([count > 0 and not done for count, done in zip(real, closed, strict=True)])
-        self._calibrated = begins if self._calibrated is None else self._calibrated | begins
-        self.done = bool(self._calibrated.all())
-        if self.done:
-            self._calibrated = self._energy = self._visible = None
-        if held is None:
-            return new
-        for old, fresh in zip(held, new, strict=True):
-            for name in ("center", "smooth", "scale"):
-                tensor, other = getattr(old, name), getattr(fresh, name)
-                if tensor is not None:
-                    tensor[begins.to(tensor.device)] = other[begins.to(tensor.device)]
-        return held
+        return counts
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a choice of sequences to all that is known of them."""
@@ -128,3 +145,12 @@ class FirstTokens:
             self._visible = function(self._visible)
         if self._energy is not None:
             self._energy = QueryEnergy(*map(function, self._energy))
+
+
+def _replace_rows(held: _Pair, new: _Pair, rows: torch.Tensor) -> None:
+    """Of sequences `rows`, bool [B], in place."""
+    for old, fresh in zip(held, new, strict=True):
+        for name in ("center", "smooth", "scale"):
+            tensor, other = getattr(old, name), getattr(fresh, name)
+            if tensor is not None:
+                tensor[rows.to(tensor.device)] = other[rows.to(tensor.device)]

@@ -126,7 +126,7 @@ class GrowingStorage(LayerStorage):
         """Whether tokens that are to be packed wait for their calibration."""
         return self.tail_length > self._most_exact
 
-    def _pack_waiting(self) -> None:
+    def _observed(self, view: KVView) -> None:
         if self.waits and self.tail_keys is not None and self.tail_values is not None:
             self._settle(self.tail_keys[:, :, : self.tail_length], self.tail_values[:, :, : self.tail_length])
 
@@ -156,7 +156,7 @@ class GrowingStorage(LayerStorage):
         sinks = self.sink_tokens if self.sink_keys is None else 0
         surplus = keys.shape[2] - sinks - self.residual_length
         count = (self.packed_length + surplus) // BLOCK_TOKENS * BLOCK_TOKENS - self.packed_length
-        if count > 0 and self._calibrated_on(keys[:, :, sinks:], values[:, :, sinks:], self._settled + sinks):
+        if count > 0 and self._calibrated_on(keys[:, :, sinks:], values[:, :, sinks:], self._settled + sinks, count):
             if sinks:
                 self.sink_keys, self.sink_values = keys[:, :, :sinks].clone(), values[:, :, :sinks].clone()
             keys, values = keys[:, :, sinks:], values[:, :, sinks:]
@@ -176,14 +176,14 @@ class GrowingStorage(LayerStorage):
         buffer[:, :, : x.shape[2]] = x
         return buffer
 
-    def _calibrated_on(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> bool:
-        """Whether these exact tokens, `first` and later ones, can be packed; until all is done they are measured."""
+    def _calibrated_on(self, keys: torch.Tensor, values: torch.Tensor, first: int, packs: int) -> bool:
+        """Whether of these exact tokens, `first` and later ones, so many can be packed; see `FirstTokens.calibrate`."""
         if self.first_tokens.done:
             return True
         held = None
         if self.key is not None and self.value is not None:
             held = self.key.calibration, self.value.calibration
-        calibration = self.first_tokens.calibrate(keys, values, first, held)
+        calibration = self.first_tokens.calibrate(keys, values, first, packs, held)
         if calibration is not None and held is None:
             self.key, self.value = self._unwritten(keys, values, 0, calibration)
         return calibration is not None

@@ -8,7 +8,7 @@ import torch
 from ..backends.calibration import calibrate_pair
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
-from ..formats.states import KVView, PreallocatedStates, packed_length_of, tensors
+from ..formats.states import Calibration, KVView, PreallocatedStates, packed_length_of, tensors
 from .base import LayerStorage, round_up
 from .checks import check_room
 
@@ -18,25 +18,34 @@ class PreallocatedStorage(LayerStorage):
 
     With a residual_length of max_length nothing is ever packed.  Chunks of any length are added by `append`, which
     waits for the device; single tokens by the backend's `update_preallocated` on `states`, which does not, after
-    `admit`.  Calibration happens on the first chunk, since it must be done before a graph is captured.
+    `admit`.
+
+    Nothing waits for its calibration, since the next step may be in a graph: what must be packed is packed by a
+    provisional one, and again from the same tokens once attention shows its queries.  Calibrations are written in
+    place, where a graph sees them, the last time before the first step that packs (`before_step`).
     """
 
     def __init__(
         self,
         preset: Preset,
         residual_length: int,
+        sink_tokens: int,
         max_length: int,
         backend: str,
         given_scales: Mapping[Role, torch.Tensor] | None = None,
     ) -> None:
-        if residual_length < BLOCK_TOKENS or residual_length % BLOCK_TOKENS:
+        if residual_length < 0 or residual_length % BLOCK_TOKENS:
             raise ValueError(
-                f"expected a residual_length that is a multiple of {BLOCK_TOKENS} with max_cache_len, "
+                f"expected a residual_length that is a multiple of {BLOCK_TOKENS}, or 0, with max_cache_len, "
                 f"got {residual_length}"
             )
-        super().__init__(preset, residual_length, 0, backend, given_scales)
+        super().__init__(preset, residual_length, sink_tokens, backend, given_scales)
         self.max_length = max_length
         self.states: PreallocatedStates | None = None
+        # The length that an update brought which packed by a provisional calibration; None: nothing is packed so.
+        self._provisional: int | None = None
+        # The length up to which calibration saw every step; what a graph packs unseen keeps the calibration it met.
+        self._overseen = 0
         # The device counts tokens; what Python knows of that count spares asking it.  At most so many are held by what
         # was admitted: None once a graph may have added some; and by what was announced: None where graphs announce.
         self._admitted: int | None = 0
@@ -54,11 +63,8 @@ class PreallocatedStorage(LayerStorage):
 
     @property
     def waits(self) -> bool:
-        """Whether tokens that are to be packed wait for their calibration."""
+        """Never."""
         return False
-
-    def _pack_waiting(self) -> None:
-        pass
 
     def view(self) -> KVView:
         """Everything held, as it is now; raises ValueError on an empty storage.  Waits for the device."""
@@ -96,7 +102,10 @@ class PreallocatedStorage(LayerStorage):
             self._announced += count
 
     def announce(self, count: int) -> None:
-        """Raise ValueError unless there is room for `count` tokens that come next, maybe in a graph, which cannot."""
+        """Raise ValueError unless there is room for `count` tokens that come next, maybe in a graph, which cannot.
+
+        A single one may be packed there, so that `before_step` is due.
+        """
         if torch.compiler.is_compiling():
             self._announced = None
             return
@@ -107,61 +116,149 @@ class PreallocatedStorage(LayerStorage):
         if self._announced is not None:
             self._announced += count
 
+    @property
+    def admitted_length(self) -> int | None:
+        """Tokens held with those admitted, None where it is not known without asking the device."""
+        return self._admitted
+
+    @property
+    def announced_length(self) -> int | None:
+        """Likewise, with those announced."""
+        return self._announced
+
+    def before_step(self, length: int | None) -> None:
+        """Calibrate on the ring if a step to `length` tokens packs its oldest block and nobody did; else nothing.
+
+        None: a length that is not known, of tokens that are counted by a graph.
+        """
+        states = self.states
+        if self.first_tokens.done or states is None or length is None or not self.packs:
+            return
+        if states.ring_keys.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._oversee(states, length - 1, length)
+        if states.packed_length(length) > states.packed_length(length - 1):
+            with torch.inference_mode(False), torch.no_grad():
+                self._calibrate(states, states.view(length - 1))
+
+    def _oversee(self, states: PreallocatedStates, start: int, end: int) -> None:
+        """Tokens from `start` to `end` come now, and are seen."""
+        if states.packed_length(start) > states.packed_length(self._overseen):
+            self.first_tokens.accept()
+        self._overseen = end
+
+    @property
+    def packs(self) -> bool:
+        """Whether tokens are ever packed here."""
+        return packed_length_of(self.max_length, self.residual_length, self.sink_tokens) > 0
+
+    def _calibrate(self, states: PreallocatedStates, view: KVView) -> None:
+        """Calibrate to pack the oldest of what is exact in a view; by queries, if they are known or never come."""
+        if self._provisional is not None:  # whose queries did not come
+            self.first_tokens.accept()
+            self._provisional = None
+        if self.first_tokens.done:
+            return
+        keys, values = self._packable(states, view)
+        calibrations, first = (
+            (states.key.calibration, states.value.calibration),
+            states.sink_tokens + view.packed_length,
+        )
+        if self.first_tokens.awaits and not view.packed_length:
+            _copy(calibrations, self.first_tokens.provisional(keys, values, first))
+            self._provisional = view.length
+            return
+        held = calibrations if view.packed_length else None
+        packs = states.packed_length(first + keys.shape[2]) - view.packed_length
+        new = self.first_tokens.calibrate(keys, values, first, max(packs, BLOCK_TOKENS), held, must=True)
+        if new is not None and held is None:
+            _copy(calibrations, new)
+
+    def _packable(self, states: PreallocatedStates, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is exact in a view, without tokens that there is a place for among the sinks."""
+        sinks = states.sink_tokens - view.sink_length
+        return view.tail_keys[:, :, sinks:].detach(), view.tail_values[:, :, sinks:].detach()
+
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         with torch.inference_mode(False), torch.no_grad():
-            if self.states is None:
-                old = KVView(keys[:, :, :0], values[:, :, :0], backend=self.backend)
-            else:
-                old = self.states.view()  # waits for the device, once
+            states = self.states or self._allocate(keys, values)
+            old = states.view()  # waits for the device, once
             length = old.length + keys.shape[2]
-            if old.length == 0:
-                self._start(keys.detach(), values.detach())
-            elif length <= self.residual_length:  # nothing is packed or wraps: no copy of what is held
-                return self._append_in_place(old, keys.detach(), values.detach(), length)
-            else:
+            self._oversee(states, old.length, length)
+            has_sinks = 0 < old.length >= states.sink_tokens  # so that all that comes is of the tail
+            if has_sinks and states.packed_length(length) == 0:  # nothing wraps: no copy of what is held
+                self._settle(states, keys.detach(), values.detach(), old.length)
+                return states.view(length)
+            if old.tail_keys.shape[2]:
                 keys, values = torch.cat([old.tail_keys, keys], dim=2), torch.cat([old.tail_values, values], dim=2)
-            self._settle(keys.detach(), values.detach(), old.packed_length, length)
-        return replace(old, tail_keys=keys, tail_values=values)
+            view = replace(old, tail_keys=keys, tail_values=values)
+            if states.packed_length(length) > old.packed_length:
+                self._calibrate(states, view)
+            self._settle(states, keys.detach(), values.detach(), length - keys.shape[2])
+        return view
 
-    def _append_in_place(self, old: KVView, keys: torch.Tensor, values: torch.Tensor, length: int) -> KVView:
-        assert self.states is not None
-        ring_keys, ring_values = self.states.ring_keys, self.states.ring_values
-        ring_keys[:, :, old.length : length] = keys
-        ring_values[:, :, old.length : length] = values
-        self.states.num_tokens.fill_(length)
-        return replace(old, tail_keys=ring_keys[:, :, :length], tail_values=ring_values[:, :, :length])
-
-    def _settle(self, keys: torch.Tensor, values: torch.Tensor, packed: int, length: int) -> None:
-        """Pack what is too much for the ring, write the rest there."""
+    def _observed(self, view: KVView) -> None:
+        """Pack again what a provisional calibration packed; where nothing is packed yet, keep one ready."""
         states = self.states
-        assert states is not None
-        count = packed_length_of(length, self.residual_length) - packed
+        if states is None or not self.packs:
+            return
+        calibrations, first = (
+            (states.key.calibration, states.value.calibration),
+            states.sink_tokens + view.packed_length,
+        )
+        if self._provisional == view.length:
+            self._provisional = None
+            keys, values = self._packable(states, view)
+            count = states.packed_length(view.length) - view.packed_length
+            new = self.first_tokens.calibrate(keys, values, first, count, None, must=True)
+            assert new is not None
+            _copy(calibrations, new)
+            keys, values = keys[:, :, :count], values[:, :, :count]
+            self._backend(keys, values).store_pair(states.key, states.value, keys, values, view.packed_length)
+        elif not states.packed_length(view.length) and view.length > states.sink_tokens:
+            keys, values = self._packable(states, view)
+            _copy(calibrations, self.first_tokens.provisional(keys, values, first))
+
+    def _settle(self, states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Tokens from `start` on, from which on none is packed, to their places; packs those too many for the ring."""
+        length, sinks = start + keys.shape[2], states.sink_tokens
+        waiting = max(min(length, sinks) - start, 0)  # tokens that there is a place for among the sinks
+        if states.sink_keys is not None and states.sink_values is not None and waiting:
+            states.sink_keys[:, :, start : start + waiting] = keys[:, :, :waiting]
+            states.sink_values[:, :, start : start + waiting] = values[:, :, :waiting]
+            keys, values = keys[:, :, waiting:], values[:, :, waiting:]
+        first = max(start - sinks, 0)
+        count = max(states.packed_length(length) - first, 0)
         if count:
             oldest = keys[:, :, :count], values[:, :, :count]
-            self._backend(keys, values).store_pair(states.key, states.value, *oldest, packed)
-        slots = torch.arange(packed + count, length, device=keys.device) % states.ring_slots
+            self._backend(keys, values).store_pair(states.key, states.value, *oldest, first)
+        slots = torch.arange(first + count, first + keys.shape[2], device=keys.device) % states.ring_slots
         states.ring_keys[:, :, slots] = keys[:, :, count:]
         states.ring_values[:, :, slots] = values[:, :, count:]
         states.num_tokens.fill_(length)
 
-    def _start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Calibrate on the first chunk, and allocate where nothing is yet."""
-        calibration = calibrate_pair(self.preset, keys, values, self.given_scales)
-        if self.states is not None:
-            for states, new in zip((self.states.key, self.states.value), calibration, strict=True):
-                for held, tensor in zip(tensors(states.calibration), tensors(new), strict=True):
-                    held.copy_(tensor)
-            return
-        slots = min(self.residual_length + BLOCK_TOKENS, round_up(self.max_length))
-        ring_keys, ring_values = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (keys, values))
-        capacity = packed_length_of(self.max_length, self.residual_length)
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> PreallocatedStates:
+        """All memory, beside such keys and values, with a neutral calibration."""
+        one_key, one_value = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (keys, values))
+        nothing = torch.zeros(keys.shape[0], 1, 1, 1, dtype=torch.bool, device=keys.device)
+        calibration = calibrate_pair(self.preset, one_key, one_value, self.given_scales, nothing)
+
+        def room(x: torch.Tensor, tokens: int) -> torch.Tensor:
+            return x.new_zeros(*x.shape[:2], tokens, x.shape[3])
+
+        most, sinks = max(self.max_length - self.sink_tokens, 1), self.sink_tokens  # most that are no sinks
+        slots = min(self.residual_length + BLOCK_TOKENS, round_up(most))
+        capacity = packed_length_of(self.max_length, self.residual_length, self.sink_tokens)
         key, value = self._unwritten(keys, values, capacity, calibration)
         num_tokens = torch.zeros((), dtype=torch.int64, device=keys.device)
         self.states = PreallocatedStates(
-            *(key, value, ring_keys, ring_values, num_tokens), self.residual_length, self.max_length, self.backend
+            *(key, value, room(keys, slots), room(values, slots), num_tokens),
+            *(self.residual_length, self.max_length, self.backend),
+            *(room(x, sinks) if sinks else None for x in (keys, values)),
         )
         for tensor in tensors(self.states):
             torch._dynamo.mark_static_address(tensor)
+        return self.states
 
     # -------------------------------------------------------------------------------- whole tokens and sequences
 
@@ -169,6 +266,8 @@ class PreallocatedStorage(LayerStorage):
         """Forget every token, and keep the memory."""
         if self.states is not None:
             self.states.num_tokens.zero_()
+        self._provisional, self._overseen = None, 0
+        self.first_tokens.clear()
         self._admitted = None if self._admitted is None else 0
         self._announced = None if self._announced is None else 0
 
@@ -190,6 +289,7 @@ class PreallocatedStorage(LayerStorage):
                 f"expected as many sequences as a preallocated cache holds ({held}), got {wanted}; "
                 "leave max_cache_len out"
             )
+        self.first_tokens.map(lambda tensor: tensor[indices.to(tensor.device)])
         with torch.inference_mode(False), torch.no_grad():
             for tensor in self.tensors():
                 if tensor is not self.states.num_tokens:
@@ -202,3 +302,10 @@ class PreallocatedStorage(LayerStorage):
     def to(self, device: torch.device | str) -> None:
         """Raises NotImplementedError: the addresses are fixed."""
         raise NotImplementedError("a preallocated cache cannot be moved; leave max_cache_len or offloading out")
+
+
+def _copy(held: tuple[Calibration, Calibration], new: tuple[Calibration, Calibration]) -> None:
+    """In place, so that the addresses stay."""
+    for old, fresh in zip(held, new, strict=True):
+        for tensor, other in zip(tensors(old), tensors(fresh), strict=True):
+            tensor.copy_(other)

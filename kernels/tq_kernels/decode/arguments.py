@@ -35,8 +35,8 @@ class Counts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    num_sinks: int  # tokens
-    residual_length: int  # exact tokens at most, where `num_tokens` says how many there are
+    num_sinks: int  # tokens that there is room for, or that there are, where no `num_tokens` says how many
+    residual_length: int  # newest tokens that are never packed, where `num_tokens` says how many there are
 
 
 class QuerySteps(NamedTuple):

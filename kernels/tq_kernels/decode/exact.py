@@ -10,14 +10,14 @@ from ..attention.scores import NO_MASK, apply_mask, lengths_now, soft_cap
 from ..bits.layout import at_head
 from .query import MaskPlace, column_places, fine_dot, mask_of_tokens, program_place, split_places
 
-EXACT_TOKENS = tl.constexpr(tuning.EXACT_TOKENS)
+EXACT_TOKENS, SINK_STEP = tl.constexpr(tuning.EXACT_TOKENS), tl.constexpr(tuning.SINK_STEP)
 
 
 class Span(NamedTuple):
     """Tokens `start` .. `end` of keys and values of one KV head, [n, D] and [n, D_v] with these strides.
 
     Token i stands at `place` + i among all of them; of a ring of so many `slots` (or None), it lies in slot
-    (place + i) % slots.
+    (first + i) % slots.
     """
 
     key: Any
@@ -27,6 +27,7 @@ class Span(NamedTuple):
     start: Any
     end: Any
     place: Any
+    first: Any
     slots: Any
 
 
@@ -49,7 +50,7 @@ def _attend(
         token = first + tl.arange(0, STEP)
         inside, row = token < span.end, token.to(tl.int64)
         if span.slots is not None:
-            row = ((token + span.place) % span.slots).to(tl.int64)
+            row = ((token + span.first) % span.slots).to(tl.int64)
         coming = token + STEP
         next_m = mask_of_tokens(mask, coming + span.place, coming < span.end, 1, FLAGS.mask)
         k = span.key + row[None, :] * span.key_step + channel[:, None]
@@ -95,26 +96,32 @@ def attend_exact(
     query = column_places(query, strides.query, column, batch, kv_head, SHAPE.group, SHAPE.queries)
     partial, partial_lse = split_places(work, pair, column, SHAPE)
     mask_columns = column_places(0, strides.mask, column, batch, kv_head, SHAPE.group, SHAPE.queries)
-    length, packed = lengths_now(counts.num_tokens, tail_length, packed_length, sizes.residual_length)
-    limit = sizes.num_sinks + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
-    tail_splits = tl.num_programs(2) - splits - (0 if exact.sink_keys is None else 1)
-    per_split = tl.cdiv(tl.cdiv(length, EXACT_TOKENS), tl.maximum(tail_splits, 1)) * EXACT_TOKENS
-    start = split * per_split
-    end, place = tl.minimum(start + per_split, length), packed + sizes.num_sinks
-    k = at_head(exact.tail_keys, strides.tail_keys, batch, kv_head)
-    v = at_head(exact.tail_values, strides.tail_values, batch, kv_head)
-    key_step = tl.full((), 0, tl.int64) + strides.tail_keys.token
-    value_step = tl.full((), 0, tl.int64) + strides.tail_values.token
-    if exact.sink_keys is not None:
-        if split == tail_splits:
-            start, end, place = start * 0, end * 0 + sizes.num_sinks, place * 0
-            k = at_head(exact.sink_keys, strides.sink_keys, batch, kv_head)
-            v = at_head(exact.sink_values, strides.sink_values, batch, kv_head)
-            key_step = tl.full((), 0, tl.int64) + strides.sink_keys.token
-            value_step = tl.full((), 0, tl.int64) + strides.sink_values.token
     mask = MaskPlace(mask, batch * strides.mask.batch, mask_columns, strides.mask.token)
-    span = Span(k, v, key_step, value_step, start, end, place, counts.ring_slots)
-    _attend(query, span, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, STEP, STAGES)
+    sinks, length, packed = lengths_now(
+        counts.num_tokens, sizes.num_sinks, tail_length, packed_length, sizes.residual_length
+    )  # fmt: skip
+    limit = sinks + packed + length - SHAPE.queries + 1 + column % SHAPE.queries
+    tail_splits = tl.num_programs(2) - splits
+    if exact.sink_keys is not None:
+        tail_splits -= 1
+    # Each branch attends by itself: on AMD GPUs Triton 3.6 takes no pointer that was chosen, by a branch or otherwise.
+    if split < tail_splits:
+        per_split = tl.cdiv(tl.cdiv(length, EXACT_TOKENS), tail_splits) * EXACT_TOKENS
+        start = split * per_split
+        tail = Span(
+            at_head(exact.tail_keys, strides.tail_keys, batch, kv_head),
+            at_head(exact.tail_values, strides.tail_values, batch, kv_head),
+            strides.tail_keys.token, strides.tail_values.token, start, tl.minimum(start + per_split, length),
+            sinks + packed, packed, counts.ring_slots,
+        )  # fmt: skip
+        _attend(query, tail, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, STEP, STAGES)
+    elif exact.sink_keys is not None:
+        first = Span(
+            at_head(exact.sink_keys, strides.sink_keys, batch, kv_head),
+            at_head(exact.sink_values, strides.sink_values, batch, kv_head),
+            strides.sink_keys.token, strides.sink_values.token, split * 0, sinks, split * 0, split * 0, None,
+        )  # fmt: skip
+        _attend(query, first, mask, limit, partial, partial_lse, used, scales, SHAPE, FLAGS, PRECISION, SINK_STEP, 1)
 
 
 @triton.jit(do_not_specialize=["tail_length"])

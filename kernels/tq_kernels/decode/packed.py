@@ -162,7 +162,7 @@ def attend_packed(
     batch, kv_head, pair, first_column = program_place(SHAPE)
     column = first_column + tl.arange(0, COLUMNS)
     limit = packed_length + tail_length - SHAPE.queries + 1 + column % SHAPE.queries  # tokens that a column may see
-    tokens = lengths_now(counts.num_tokens, 0, packed_length, sizes.residual_length)[1]
+    tokens = lengths_now(counts.num_tokens, sizes.num_sinks, 0, packed_length, sizes.residual_length)[2]
     if counts.lengths is not None:
         tokens = tl.minimum(tl.load(counts.lengths + batch), tokens)
     if ARITHMETIC.ptx:

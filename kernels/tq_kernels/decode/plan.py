@@ -94,9 +94,10 @@ def decode(
     softcap:       scores become softcap * tanh(scores / softcap), before the mask
     sink_logits:   [1 or B, H_q, 1 or S], one more logit per query that takes weight and gives nothing
     lengths:       int32 [B], packed tokens of each sequence that count, if fewer than `packed_length`
-    num_tokens:    int64 [] on the device, tokens in all: of them all but at most `residual_length` are packed, in whole
-                   blocks, and the tail is a ring (`PreallocatedStates` in `tq_cache/formats/states.py`).  Takes one
-                   query, no sinks; `packed_length` is then the most that can be packed
+    num_tokens:    int64 [] on the device, tokens in all, the first of them the sinks, which need not all be there: of
+                   the others all but the newest `residual_length`, and up to 63 more, are packed, in whole blocks, and
+                   the tail is a ring (`PreallocatedStates` in `tq_cache/formats/states.py`).  Takes one query;
+                   `packed_length` is then the most that can be packed
     arithmetic, splits: for tests: another way to compute than the device's, a number of splits
 
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32

@@ -1,8 +1,9 @@
 """Update of a preallocated layer by one token, in one launch that reads its place from the device and counts it.
 
-The layer is drawn at `PreallocatedStates` in `tq_cache/formats/states.py`: packed blocks, and a ring of the newest
-tokens that has room for a block more than `residual_length`, so that the block that is packed and the token that comes
-never share a slot.
+The layer is drawn at `PreallocatedStates` in `tq_cache/formats/states.py`: sinks, packed blocks, and a ring of the
+newest tokens that has room for a block more than `residual_length`.  No token takes the slot of one that is still
+exact: the (residual_length + 64)th of the ring takes its last free slot, and then the oldest block is packed.  With a
+residual_length of 0 it is itself the last of that block, so one program writes it and packs, in this order.
 """
 
 from functools import lru_cache
@@ -21,20 +22,28 @@ from .quantize import StoreStrides, quantize_blocks
 
 
 class Sizes(NamedTuple):
-    """In tokens: how many stay exact, how many there is room for, slots of the ring."""
+    """In tokens: how many newest stay exact, how many first, how many there is room for, slots of the ring."""
 
     residual_length: int
+    num_sinks: int
     max_length: int
     ring_slots: int
 
 
-class UpdateStrides(NamedTuple):
-    """Of the new token, of rings and packed states."""
+class Exact(NamedTuple):
+    """Keys, or values, in the model's dtype: the new token, the ring, and the sinks, or None."""
 
-    new_key: PairSteps
-    new_value: PairSteps
-    key: StoreStrides
-    value: StoreStrides
+    new: torch.Tensor
+    ring: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+class UpdateStrides(NamedTuple):
+    """Of keys, or values: of the new token; of sinks (of the ring where there are none); of ring and packed states."""
+
+    new: PairSteps
+    sinks: TokenSteps
+    store: StoreStrides
 
 
 TICKET = tl.constexpr(1 << 32)
@@ -56,47 +65,48 @@ def _count_token(num_tokens, max_length):
 
 
 @triton.jit
-def _copy(x, ring, x_steps, steps, slot, DIM: tl.constexpr):
-    """One vector of `x` to its slot."""
+def _put(vector, buffer, steps, place, DIM: tl.constexpr):
+    """One vector to its place in a buffer."""
     batch, head = tl.program_id(2).to(tl.int64) // 2, tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, triton.next_power_of_2(DIM))
-    vector = tl.load(x + batch * x_steps.batch + head * x_steps.head + channel, mask=channel < DIM)
-    ring += batch * steps.batch + head * steps.head + slot.to(tl.int64) * steps.token
-    tl.store(ring + channel, vector, mask=channel < DIM)
+    buffer += batch * steps.batch + head * steps.head + place.to(tl.int64) * steps.token
+    tl.store(buffer + channel, vector, mask=channel < DIM)
 
 
 @triton.jit
 def _update_side(
-    x, ring, states, x_steps, strides, count, sizes, VALUE: tl.constexpr, VECTORS: tl.constexpr,
-    ARITHMETIC: tl.constexpr,
-):  # fmt: skip
-    """Keys, or values: program 0 packs the oldest block if the ring is full, program 1 writes the new token."""
-    if tl.program_id(0) == 1:
-        _copy(x, ring, x_steps, strides.x, count % sizes.ring_slots, VECTORS.dim)
-    else:
-        start = tl.cdiv(tl.maximum(count - sizes.residual_length, 0), BLOCK_TOKENS) * BLOCK_TOKENS
-        if count - start == sizes.residual_length:
-            ring += (start % sizes.ring_slots).to(tl.int64) * strides.x.token
+    exact, states, strides, count, sizes, VALUE: tl.constexpr, VECTORS: tl.constexpr, ARITHMETIC: tl.constexpr
+):
+    """Keys, or values: writes the new token, and packs the oldest block if that fills the ring."""
+    batch, head = tl.program_id(2).to(tl.int64) // 2, tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, triton.next_power_of_2(VECTORS.dim))
+    new = exact.new + batch * strides.new.batch + head * strides.new.head + channel
+    vector = tl.load(new, mask=channel < VECTORS.dim)
+    number = count - sizes.num_sinks  # among those that are no sinks
+    if number >= 0:
+        _put(vector, exact.ring, strides.store.x, number % sizes.ring_slots, VECTORS.dim)
+        start = tl.maximum(number - sizes.residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        if number - start == sizes.residual_length + BLOCK_TOKENS - 1:
+            tl.debug_barrier()  # the new token may be one of the block
+            ring = exact.ring + (start % sizes.ring_slots).to(tl.int64) * strides.store.x.token
             end = start + BLOCK_TOKENS
-            quantize_blocks(ring, states, strides, start, end, VALUE, VECTORS, ARITHMETIC, 1, 1)
+            quantize_blocks(ring, states, strides.store, start, end, VALUE, VECTORS, ARITHMETIC, 1, 1)
+    elif exact.sinks is not None:
+        _put(vector, exact.sinks, strides.sinks, count, VECTORS.dim)
 
 
 @triton.jit
 def _update_kernel(
-    keys, values, ring_keys, key, ring_values, value, strides, num_tokens, sizes,
+    keys, values, key, value, key_strides, value_strides, num_tokens, sizes,
     KEY: tl.constexpr, VALUE: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values by the last axis of the grid."""
+    """Keys or values, each `Exact`, by the last axis of the grid."""
     count = _count_token(num_tokens, sizes.max_length)
     if count < sizes.max_length:
         if tl.program_id(2) % 2 == 0:
-            _update_side(
-                keys, ring_keys, key, strides.new_key, strides.key, count, sizes, False, KEY, ARITHMETIC
-            )  # fmt: skip
+            _update_side(keys, key, key_strides, count, sizes, False, KEY, ARITHMETIC)
         else:
-            _update_side(
-                values, ring_values, value, strides.new_value, strides.value, count, sizes, True, VALUE, ARITHMETIC
-            )  # fmt: skip
+            _update_side(values, value, value_strides, count, sizes, True, VALUE, ARITHMETIC)
 
 
 def update(
@@ -109,32 +119,36 @@ def update(
     num_tokens: torch.Tensor,
     residual_length: int,
     max_length: int,
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write keys [B, H_kv, 1, D] and values [B, H_kv, 1, D_v] as token `num_tokens`, int64 [] on the device; count it.
 
-    key, value: packed states, written in place when the ring of `residual_length` newest tokens is full
+    key, value: packed states, written in place when the ring holds 64 tokens more than `residual_length`, a multiple
+                of 64
     ring_keys, ring_values: [B, H_kv, slots, D or D_v] in the dtype of keys and values
+    sink_tokens: keys and values, likewise with as many slots as first tokens stay exact, or None
 
     Writes and counts nothing if there are `max_length` tokens.  Raises ValueError if shapes or dtypes do not fit.
     """
-    device = describe(keys.device)
     update_launch(
-        keys, values, key, value, ring_keys, ring_values, num_tokens, residual_length, max_length, device
+        keys, values, key, value, ring_keys, ring_values, num_tokens, residual_length, max_length, sink_tokens,
+        describe(keys.device),
     ).run()  # fmt: skip
 
 
 def update_launch(
     keys: torch.Tensor, values: torch.Tensor, key: States, value: States, ring_keys: torch.Tensor,
-    ring_values: torch.Tensor, num_tokens: torch.Tensor, residual_length: int, max_length: int, device: Device,
+    ring_values: torch.Tensor, num_tokens: torch.Tensor, residual_length: int, max_length: int,
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None, device: Device,
 ) -> Launch:  # fmt: skip
     """The launch of `update`."""
+    sink_keys, sink_values = sink_tokens or (None, None)
+    exact = Exact(keys, ring_keys, sink_keys), Exact(values, ring_values, sink_values)
     plan = _plan(
-        device, signature(keys), signature(values), signature(ring_keys), signature(ring_values), key.layout,
-        value.layout, residual_length, max_length, aligned(num_tokens),
+        device, *(tuple([x if x is None else signature(x) for x in side]) for side in exact), key.layout, value.layout,
+        residual_length, max_length, aligned(num_tokens),
     )  # fmt: skip
-    arguments = (
-        keys, values, ring_keys, key.tensors, ring_values, value.tensors, plan.strides, num_tokens, plan.sizes,
-    )  # fmt: skip
+    arguments = (*exact, key.tensors, value.tensors, *plan.strides, num_tokens, plan.sizes)
     return Launch(plan.program, plan.grid, arguments)
 
 
@@ -143,31 +157,39 @@ class _Plan(NamedTuple):
 
     program: Program
     grid: tuple[int, int, int]
-    strides: UpdateStrides
+    strides: tuple[UpdateStrides, UpdateStrides]
     sizes: Sizes
 
 
 @lru_cache(maxsize=256)
 def _plan(
-    device: Device, keys: Signature, values: Signature, ring_keys: Signature, ring_values: Signature, key: Layout,
+    device: Device, keys: tuple[Signature | None, ...], values: tuple[Signature | None, ...], key: Layout,
     value: Layout, residual_length: int, max_length: int, present: tuple[bool | None, ...],
 ) -> _Plan:  # fmt: skip
-    """Raises ValueError as `update` does; present: whether `num_tokens` is aligned."""
-    for x, layout, ring in ((keys, key, ring_keys), (values, value, ring_values)):
-        wanted = (*layout.shape[:2], 1, layout.head_dim)
+    """Raises ValueError as `update` does; keys, values: of `Exact`; present: whether `num_tokens` is aligned."""
+    strides = _checked_strides(keys, key), _checked_strides(values, value)
+    new, ring, sinks = keys
+    assert new is not None and ring is not None
+    constants, options = quantize_choices(key, value, new.dtype, device)
+    sizes = Sizes(residual_length, 0 if sinks is None else sinks.shape[2], max_length, ring.shape[2])
+    grid = (1, new.shape[1], 2 * new.shape[0])
+    return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)
+
+
+def _checked_strides(exact: tuple[Signature | None, ...], layout: Layout) -> UpdateStrides:
+    """Raises ValueError unless the new token and its buffers fit each other and the packed states."""
+    new, ring, sinks = exact
+    assert new is not None and ring is not None
+    for x, tokens in ((new, 1), (ring, ring.shape[2]), *([] if sinks is None else [(sinks, sinks.shape[2])])):
+        wanted = (*layout.shape[:2], tokens, layout.head_dim)
         if tuple(x.shape) != wanted or x.dtype != ring.dtype or x.strides[3] != 1:
             raise ValueError(
                 f"expected {list(wanted)} in {ring.dtype} with stride 1 in the last dimension, "
                 f"got {x.dtype} {list(x.shape)} with strides {x.strides}"
             )
-        layout.check(0)
-    constants, options = quantize_choices(key, value, keys.dtype, device)
-    strides = UpdateStrides(
-        PairSteps(*keys.strides[:2]),
-        PairSteps(*values.strides[:2]),
-        StoreStrides(TokenSteps(*ring_keys.strides[:3]), key.stored_strides),
-        StoreStrides(TokenSteps(*ring_values.strides[:3]), value.stored_strides),
+    layout.check(0)
+    return UpdateStrides(
+        PairSteps(*new.strides[:2]),
+        TokenSteps(*(sinks or ring).strides[:3]),
+        StoreStrides(TokenSteps(*ring.strides[:3]), layout.stored_strides),
     )
-    sizes = Sizes(residual_length, max_length, ring_keys.shape[2])
-    grid = (2, keys.shape[1], 2 * keys.shape[0])
-    return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)
