@@ -93,6 +93,20 @@ def test_operations_do_to_each_layer_what_they_do_to_it_alone(name):
     assert [plan.preset for plan in twin.plans] == [plan.preset for plan in cache.plans]
 
 
+def test_preallocated_layers_are_what_they_are_alone():
+    def preallocated(preset: str, **layers) -> TurboQuantCache:
+        cache = TurboQuantCache(config(), preset, residual_length=64, max_cache_len=512, **layers)
+        return filled(filled(cache, 300), 1, seed=1)
+
+    cache = preallocated("tq3", **MIXED)
+    assert [layer.storage.view().packed_length for layer in cache.layers] == [192] * LAYERS
+    for n, name in enumerate(STORED_AS):
+        expected = preallocated(name).layers[n].storage.tensors()
+        held = cache.layers[n].storage.tensors()
+        assert len(held) == len(expected)
+        assert all(torch.equal(ours, other) for ours, other in zip(held, expected, strict=True))
+
+
 def test_report_says_what_each_layer_is_stored_as():
     cache = mixed()
     report = cache.report()
