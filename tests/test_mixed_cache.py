@@ -9,6 +9,7 @@ from storages import assert_same_state, everything
 from transformers import DynamicCache, LlamaConfig
 
 from tq_cache import PRESETS, TurboQuantCache
+from tq_cache.formats.presets import resolve_preset
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.memory import PlanSettings, cache_bytes
 from tq_cache.tools.evaluate import decode_logits
@@ -139,8 +140,8 @@ def test_bytes_per_layer_are_as_planned():
 def test_the_caches_arguments_change_its_own_preset_only():
     changes = dict(key="nc4", value="uniform3", center=False, smooth=0.0)
     cache = TurboQuantCache(config(), "tq3", **changes, **MIXED)
-    own = cache.preset
-    assert (own.key.name, own.value.name, own.center, own.smooth) == ("nc4", "uniform3", False, 0.0)
+    own = resolve_preset("tq3", **changes)
+    assert cache.preset == own and (own.key.name, own.value.name, own.smooth) == ("nc4", "uniform3", 0.0)
     expected = [own if name == "tq3" else PRESETS[name] for name in STORED_AS]
     assert [layer.storage.preset for layer in cache.layers] == expected
 
@@ -157,20 +158,25 @@ def test_layers_left_in_the_models_dtype_beside_others():
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3"])
 def test_hybrids_from_packed_bits_and_dequantised(model_type):
-    """Windows and recurrent states stay transformers' own; both attentions see the same keys and values."""
+    """Windows and recurrent states stay transformers' own; both attentions see the same keys and values.
+
+    No keys are smoothed, since by queries only one of the two does that.
+    """
     model, own = build(model_type, "turboquant"), build(model_type)
     kinds = [plan.kind for plan in TurboQuantCache(model.config).plans]
     packable = [n for n, plan in enumerate(TurboQuantCache(model.config).plans) if plan.packed]
-    options = dict(residual_length=0, layer_presets={packable[0]: "fp8_e4m3", packable[-1] - len(kinds): "tq3"})
-    logits, ids = [], prompt(model, 100)["input_ids"]
+    options = dict(
+        residual_length=0, smooth=0.0, layer_presets={packable[0]: "fp8_e4m3", packable[-1] - len(kinds): "3bit_nc"}
+    )
+    logits, ids = [], prompt(model, 200)["input_ids"]
     for each in (model, own):
         cache = TurboQuantCache(each.config, "tq4", **options)
         with torch.no_grad():
             each(ids, past_key_values=cache)
             logits.append(each(ids[:, :1], past_key_values=cache).logits)
     names = {plan.index: plan.preset.name for plan in cache.plans if plan.packed}
-    assert names == dict.fromkeys(packable, "tq4") | {packable[0]: "fp8_e4m3", packable[-1]: "tq3"}
-    assert all(cache.layers[n].storage.packed_length == 64 for n in packable)
+    assert names == dict.fromkeys(packable, "tq4") | {packable[0]: "fp8_e4m3", packable[-1]: "3bit_nc"}
+    assert all(cache.layers[n].storage.packed_length == 192 for n in packable)
     assert (logits[0] - logits[1]).norm() < 1e-3 * logits[1].norm()
 
 

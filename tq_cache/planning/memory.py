@@ -126,7 +126,10 @@ def parse_memory(text: str) -> int:
 
 
 def packed_length(tokens: int, residual_length: int, sink_tokens: int) -> int:
-    """How many of a layer's `tokens` are packed: whole blocks of what is neither first nor newest."""
+    """How many of a layer's `tokens` are packed: whole blocks of what is neither first nor newest.
+
+    Of fewer tokens than a calibration takes (`storage.first_tokens`) none are yet; no plan is about so few.
+    """
     return max(tokens - sink_tokens - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -167,8 +170,8 @@ def _layer_bytes(layer: LayerGeometry, plan: LayerPlan, settings: PlanSettings) 
 
 def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:
     """Bytes of what is measured once per sequence and KV head (`Calibration`)."""
-    elements = layer.key_dim if preset.center else 0
-    elements += layer.value_dim if preset.center == "both" else 0
+    elements = layer.key_dim if "key" in preset.center else 0
+    elements += layer.value_dim if "value" in preset.center else 0
     elements += layer.key_dim if preset.smooth else 0
     elements += sum(fmt.scale == "per_head" for fmt in (preset.key, preset.value))
     return CALIBRATION_BYTES * elements
