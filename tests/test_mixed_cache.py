@@ -166,7 +166,7 @@ def test_hybrids_from_packed_bits_and_dequantised(model_type):
     kinds = [plan.kind for plan in TurboQuantCache(model.config).plans]
     packable = [n for n, plan in enumerate(TurboQuantCache(model.config).plans) if plan.packed]
     options = dict(
-        residual_length=0, smooth=0.0, layer_presets={packable[0]: "fp8_e4m3", packable[-1] - len(kinds): "3bit_nc"}
+        residual_length=0, smooth=0.0, layer_presets={packable[0]: "fp8_e4m3", packable[-1] - len(kinds): "k8v4"}
     )
     logits, ids = [], prompt(model, 200)["input_ids"]
     for each in (model, own):
@@ -175,7 +175,7 @@ def test_hybrids_from_packed_bits_and_dequantised(model_type):
             each(ids, past_key_values=cache)
             logits.append(each(ids[:, :1], past_key_values=cache).logits)
     names = {plan.index: plan.preset.name for plan in cache.plans if plan.packed}
-    assert names == dict.fromkeys(packable, "tq4") | {packable[0]: "fp8_e4m3", packable[-1]: "3bit_nc"}
+    assert names == dict.fromkeys(packable, "tq4") | {packable[0]: "fp8_e4m3", packable[-1]: "k8v4"}
     assert all(cache.layers[n].storage.packed_length == 192 for n in packable)
     assert (logits[0] - logits[1]).norm() < 1e-3 * logits[1].norm()
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tq_cache import PRESETS
+from tq_cache.formats.presets import resolve_preset
 from tq_cache.planning.layers import plan_layers
 
 FULL, SLIDING, LINEAR, HYBRID, OTHER = "full_attention", "sliding_attention", "linear_attention", "hybrid", "csa"
@@ -63,7 +64,7 @@ def test_layers_that_are_not_packed_stay_as_they_are():
 
 def test_a_layers_preset_is_as_it_is_named():
     """What changes the cache's preset (formats, centring) changes no other."""
-    own = PRESETS["tq4"].__class__("mine", PRESETS["k8v4"].key, PRESETS["tq2"].value, center=True)
+    own = resolve_preset("tq4", key="fp8_e4m3", value="tq2", center="both")
     plans = plan_layers([FULL] * 3, own, (0,), 2, "tq4", {2: "k8v4"})
     assert [plan.preset for plan in plans] == [PRESETS["tq4"], own, PRESETS["k8v4"]]
 
