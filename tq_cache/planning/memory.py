@@ -86,7 +86,7 @@ def plan_memory(
         raise ValueError(f"expected memory left for keys and values, got {memory:,} bytes after the weights")
     geometry = model_geometry(config)
     chosen = [None, *[resolve_preset(name) for name in presets]]
-    layer_plans = tuple(_layer_plans(geometry, chosen[:2][-1], settings))
+    layer_plans = tuple(_layer_plans(geometry, chosen[1] if presets else None, settings))
     exact = cache_bytes(geometry, None, settings)
     rows = []
     for preset in chosen:
