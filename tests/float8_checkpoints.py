@@ -17,7 +17,8 @@ from tq_cache.planning.geometry import load_config
 
 LAYERS, HEADS, DIM = 6, 2, 32
 FLOAT8_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-ALL = {"residual_length": 0, "skip_layers": ()}  # every token of every layer packed
+# Every block of every layer packed, as the checkpoint's format says: nothing is subtracted before.
+ALL = {"residual_length": 0, "sink_tokens": 0, "center": False}
 every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda row: row.name)
 every_float8 = pytest.mark.parametrize("preset", FLOAT8_TYPES)
 
@@ -86,7 +87,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -> to
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def filled(cache: TurboQuantCache, tokens: int = 70, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def filled(cache: TurboQuantCache, tokens: int = 128, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Keys and values [layers, 2, B, H, tokens, D] that were put into a cache."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(cache.layers), 2, 2, HEADS, tokens, DIM, generator=generator).to(dtype)

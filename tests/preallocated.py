@@ -18,6 +18,5 @@ def add(storage: PreallocatedStorage, keys: torch.Tensor, values: torch.Tensor) 
     if storage.states is None or keys.shape[2] > 1:
         storage.append(keys, values)
     else:
-        storage.admit(keys, values)
-        storage.before_step(storage.admitted_length)
+        storage.before_step()
         torch.ops.tq_cache.update(keys, values, *flatten(storage.states))

@@ -7,7 +7,7 @@ import torch
 from architectures import build, config_for, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, LlamaConfig, MambaConfig, PreTrainedConfig
+from transformers import LlamaConfig, MambaConfig, PreTrainedConfig
 
 import tq_cache
 from tq_cache import PRESETS, TurboQuantCache
@@ -36,9 +36,12 @@ def llama_config(**changes) -> LlamaConfig:
 
 
 def filled(cache: TurboQuantCache, tokens: int, batch: int = 2, dim: int = 32, seed: int = 0) -> TurboQuantCache:
+    """With random tokens, in the way of another attention: for the queries of ours packing would wait."""
+    attention, cache.config._attn_implementation = cache.config._attn_implementation, "sdpa"
     generator = torch.Generator().manual_seed(seed)
     for layer_idx in range(len(cache.layers)):
         cache.update(*torch.randn(2, batch, 2, tokens, dim, generator=generator), layer_idx)
+    cache.config._attn_implementation = attention
     return cache
 
 
@@ -47,14 +50,22 @@ def filled(cache: TurboQuantCache, tokens: int, batch: int = 2, dim: int = 32, s
 
 def test_layers_follow_the_plan():
     cache = TurboQuantCache(llama_config(num_hidden_layers=7), skip_layers=("boundary", "sliding_window", -4))
-    packs = [layer.storage.residual_length == 128 for layer in cache.layers]
-    assert packs == [False, False, True, False, True, False, False]
+    assert [layer.storage.packs for layer in cache.layers] == [False, False, True, False, True, False, False]
     assert [plan.reason for plan in cache.plans][:4] == ["boundary", "boundary", "", "index in skip_layers"]
+
+
+def test_defaults():
+    """Four bits in every layer; the first 4 tokens stay exact, and the newest 128 with up to 63 that wait."""
+    cache = filled(TurboQuantCache(llama_config()), 400)
+    assert cache.preset == PRESETS["tq4"] and [plan.preset for plan in cache.plans] == [PRESETS["tq4"]] * 6
+    for layer in cache.layers:
+        assert layer.storage.sink_keys.shape[2] == 4
+        assert layer.storage.packed_length == 256 and layer.storage.tail_length == 140
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this model will be packed")
 def test_boundary_counts_only_layers_with_keys_and_values():
-    cache = TurboQuantCache(config_for("qwen3_next"), boundary_layers=1)
+    cache = TurboQuantCache(config_for("qwen3_next"), skip_layers="boundary", boundary_layers=1)
     kinds = [plan.kind for plan in cache.plans]
     holding = [plan for plan in cache.plans if plan.kind == "full_attention"]
     assert "linear_attention" in kinds
@@ -63,27 +74,27 @@ def test_boundary_counts_only_layers_with_keys_and_values():
 
 def test_hybrid_layers_pack_their_attention():
     model = build("falcon_h1", "turboquant")
-    cache = TurboQuantCache(model.config, residual_length=0, skip_layers=())
+    cache = TurboQuantCache(model.config, residual_length=0)
     with torch.no_grad():
-        model(**prompt(model), past_key_values=cache)
+        model(**prompt(model, 200), past_key_values=cache)
     assert all(isinstance(layer, PackedHybridLayer) for layer in cache.layers)
-    assert cache.layers[0].storage.packed_length == 24 and cache.has_previous_state(0)
+    assert cache.layers[0].storage.packed_length == 192 and cache.has_previous_state(0)
     assert cache.is_linear == [False] * len(cache.layers)
 
 
 def test_seq_length_and_mask_sizes():
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
-    assert [cache.get_seq_length(i) for i in range(6)] == [100] * 6
-    assert cache.get_mask_sizes(3, 2) == (103, 0)
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
+    assert [cache.get_seq_length(i) for i in range(6)] == [200] * 6
+    assert cache.get_mask_sizes(3, 2) == (203, 0)
     assert cache.get_max_length() == -1 and not cache.is_compileable and cache.is_croppable
 
 
 def test_update_gives_handles_only_for_turboquant():
     config = llama_config()
-    cache = filled(TurboQuantCache(config, residual_length=0, skip_layers=()), 40)
+    cache = filled(TurboQuantCache(config, residual_length=0), 200)
     new = torch.randn(2, 2, 2, 1, 32)
     key, value = copy.deepcopy(cache).update(*new, 0)
-    assert isinstance(key, KVHandle) and key.shape == (2, 2, 41, 32)
+    assert isinstance(key, KVHandle) and key.shape == (2, 2, 201, 32)
     config._attn_implementation = "sdpa"
     plain_key, plain_value = cache.update(*new, 0)
     assert type(plain_key) is torch.Tensor
@@ -92,21 +103,21 @@ def test_update_gives_handles_only_for_turboquant():
 
 
 def test_keys_and_values_of_a_layer_are_what_it_stands_for():
-    cache = filled(TurboQuantCache(llama_config(), "fp8_e4m3", residual_length=8, skip_layers=()), 40)
-    exact = filled(DynamicCache(config=llama_config()), 40)
+    cache = filled(TurboQuantCache(llama_config(), "fp8_e4m3", residual_length=8, center=False), 200)
+    exact = filled(TurboQuantCache(llama_config(), residual_length=200), 200)  # packs nothing
     for layer, other in zip(cache.layers, exact.layers, strict=True):
         assert torch.allclose(layer.keys, other.keys, rtol=0.07, atol=1e-2)
         assert torch.allclose(layer.values, other.values, rtol=0.07, atol=1e-2)
 
 
 def test_crop_select_repeat_reset():
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
     before = [layer.keys.clone() for layer in cache.layers]
     cache.crop(-30)
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(3)
     for layer, keys in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys[[1, 1, 1], :, :70])
+        assert torch.equal(layer.keys, keys[[1, 1, 1], :, :170])
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.get_seq_length(3) == 0
@@ -115,7 +126,7 @@ def test_crop_select_repeat_reset():
 
 
 def test_offload_and_prefetch_keep_everything():
-    cache = filled(TurboQuantCache(llama_config(), "tq4", residual_length=16, sink_tokens=2, skip_layers=()), 100)
+    cache = filled(TurboQuantCache(llama_config(), "tq4", residual_length=16, sink_tokens=2), 200)
     layer = cache.layers[2]
     before = layer.keys.clone()
     layer.offload()
@@ -124,20 +135,21 @@ def test_offload_and_prefetch_keep_everything():
 
 
 def test_deepcopy_is_independent_but_shares_the_config():
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
     twin = copy.deepcopy(cache)
     assert twin.config is cache.config and twin.layers[2].config is cache.config
     before = cache.layers[2].keys.clone()
     filled(twin, 40, seed=1)
-    assert torch.equal(cache.layers[2].keys, before) and twin.get_seq_length() == 140
+    assert torch.equal(cache.layers[2].keys, before) and twin.get_seq_length() == 240
 
 
 def test_attention_implementation_may_change_later():
     model = build("llama", "turboquant")
-    cache = TurboQuantCache(model.config, residual_length=0, skip_layers=())
+    cache = TurboQuantCache(model.config, residual_length=0)
     with torch.no_grad():
-        ids = prompt(model)["input_ids"]
+        ids = prompt(model, 200)["input_ids"]
         model(ids, past_key_values=cache)
+        assert cache.layers[0].storage.packed_length == 192
         packed = model(ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
         model.set_attn_implementation("sdpa")
         plain = model(ids[:, :1], past_key_values=cache).logits
@@ -150,7 +162,7 @@ def test_attention_implementation_may_change_later():
 @pytest.mark.parametrize("preset", TOKEN_BYTES)
 def test_packed_bytes_are_the_designs(preset):
     config = llama_config(num_hidden_layers=1, hidden_size=256, head_dim=128)
-    cache = filled(TurboQuantCache(config, preset, residual_length=0, skip_layers=()), 128, batch=1, dim=128)
+    cache = filled(TurboQuantCache(config, preset, residual_length=0, sink_tokens=0), 128, batch=1, dim=128)
     states = (cache.layers[0].storage.key, cache.layers[0].storage.value)
     packed = sum(x.nbytes for s in states for x in (s.packed, s.scale, s.zero) if x is not None)
     assert packed == TOKEN_BYTES[preset] * 128 * 2
@@ -161,18 +173,20 @@ def test_packed_bytes_are_the_designs(preset):
 @pytest.mark.parametrize("preset", TOKEN_BYTES)
 def test_bytes_at_4096_tokens(preset, residual):
     config = llama_config(num_hidden_layers=1, hidden_size=256, head_dim=128)
-    cache = TurboQuantCache(config, preset, residual_length=residual, skip_layers=())
+    cache = TurboQuantCache(config, preset, residual_length=residual, sink_tokens=0)
     filled(cache, 4096, batch=1, dim=128)
-    exact = residual + 1  # the tail has room for one token more
+    exact = residual + 64  # the tail has room for a block more
     formula = 2 * ((4096 - residual) * TOKEN_BYTES[preset] + exact * 2 * 128 * 4)
     assert cache.nbytes == pytest.approx(formula, rel=0.01)
     assert cache.report().nbytes == cache.nbytes
 
 
 def test_report_says_per_layer_what_is_stored():
-    report = filled(TurboQuantCache(llama_config(), "tq4"), 400).report()
+    skip = dict(skip_layers=("boundary", 2), boundary_layers=1)
+    report = filled(TurboQuantCache(llama_config(), "tq4", **skip), 400).report()
     stored = [layer.stored for layer in report.layers]
-    assert stored == ["float32 (boundary)"] * 2 + ["K tq4, V tq4"] * 2 + ["float32 (boundary)"] * 2
+    edge, packed = ["float32 (boundary)"], ["K tq4, V tq4"]
+    assert stored == [*edge, *packed, "float32 (index in skip_layers)", *packed * 2, *edge]
     assert report.bytes_16bit == 6 * 2 * 2 * 400 * 2 * 32 * 2
     assert report.layers[0].bits_per_element == 32 * 448 / 400  # room for a whole block
     assert "K tq4, V tq4" in str(report) and f"{report.nbytes:,}" in str(report)
@@ -180,7 +194,7 @@ def test_report_says_per_layer_what_is_stored():
 
 def test_warns_when_nothing_is_packed():
     with pytest.warns(UserWarning, match=r"no layer of this model will be packed \(boundary\)"):
-        TurboQuantCache(llama_config(num_hidden_layers=4))
+        TurboQuantCache(llama_config(num_hidden_layers=4), skip_layers="boundary")
 
 
 class _Allocations(TorchDispatchMode):
@@ -204,7 +218,7 @@ def test_a_decode_step_neither_dequantises_nor_copies_the_cache(preset):
     model = build("llama", "turboquant")
 
     def step_allocations(context: int) -> _Allocations:
-        cache = TurboQuantCache(model.config, preset, residual_length=16, skip_layers=())
+        cache = TurboQuantCache(model.config, preset, residual_length=16)
         filled(cache, context, batch=1)
         with _Allocations() as seen, torch.no_grad():
             model(torch.tensor([[5]]), past_key_values=cache, position_ids=torch.tensor([[900]]))
@@ -234,7 +248,7 @@ def test_a_decode_step_neither_dequantises_nor_copies_the_cache(preset):
         ({"residual_length": -1}, ValueError, "expected residual_length and sink_tokens of 0 or more"),
         ({"smooth": 1.5}, ValueError, "expected smooth from 0"),
         ({"backend": "cuda"}, ValueError, "expected a backend of"),
-        ({"max_cache_len": 64, "sink_tokens": 4}, NotImplementedError, "keeps no sink_tokens"),
+        ({"max_cache_len": 64, "offloading": True}, NotImplementedError, "cannot be offloaded"),
         ({"max_cache_len": 64, "residual_length": 100}, ValueError, "expected a residual_length that is a multiple"),
     ],
 )
@@ -278,25 +292,25 @@ def unchanged_after(cache: TurboQuantCache, error: type[Exception], message: str
     ids=["larger", "smaller"],
 )
 def test_batch_size_may_not_change(layer_idx, shape, message):
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16, skip_layers=0), 200)
     unchanged_after(cache, ValueError, message, lambda: cache.update(torch.randn(shape), torch.randn(shape), layer_idx))
 
 
 def test_heads_and_widths_may_not_change():
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
     for shape in [(2, 4, 1, 32), (2, 2, 1, 64)]:
         action = lambda shape=shape: cache.update(torch.randn(shape), torch.randn(shape), 2)  # noqa: E731
         unchanged_after(cache, ValueError, "KV heads and head_dim 32, as this cache holds", action)
 
 
 def test_crop_beyond_the_length():
-    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 100)
-    unchanged_after(cache, ValueError, "expected to remove at most the 100 tokens", lambda: cache.crop(-101))
+    cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
+    unchanged_after(cache, ValueError, "expected to remove at most the 200 tokens", lambda: cache.crop(-201))
 
 
 @pytest.mark.parametrize("dim", [24, 16, 592])
 def test_head_dim_not_supported(dim):
-    cache = TurboQuantCache(llama_config(head_dim=dim), skip_layers=())
+    cache = TurboQuantCache(llama_config(head_dim=dim))
     with pytest.raises(ValueError, match=f"expected a head_dim that is a multiple of 16 from 32 to 576, got {dim}"):
         cache.update(torch.randn(1, 2, 3, dim), torch.randn(1, 2, 3, dim), 0)
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
@@ -306,14 +320,14 @@ def test_head_dim_not_supported(dim):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_spoils_no_other(preset, bad, generator):
     config = llama_config(num_hidden_layers=1)
-    clean = TurboQuantCache(config, preset, residual_length=0, skip_layers=(), center=False, smooth=0.0)
+    clean = TurboQuantCache(config, preset, residual_length=0, sink_tokens=0, center=False, smooth=0.0)
     spoilt = copy.deepcopy(clean)
-    x = torch.randn(2, 1, 2, 80, 32, generator=generator)
+    x = torch.randn(2, 1, 2, 150, 32, generator=generator)  # of which 128 are packed
     x[:, :, :, 3, 0] = 5.0  # the largest element, which decides float8 scales, is not the bad token's
     clean.update(*x, 0)
     x[:, 0, 1, 40, 7] = bad
     spoilt.update(*x, 0)
-    others = torch.arange(80) != 40
+    others = torch.arange(150) != 40
     for name in ("keys", "values"):
         kept, read = getattr(clean.layers[0], name), getattr(spoilt.layers[0], name)
         assert torch.equal(kept[:, :, others], read[:, :, others])
@@ -322,7 +336,7 @@ def test_a_bad_token_spoils_no_other(preset, bad, generator):
 
 def test_unsupported_attention_arguments_raise():
     model = build("llama", "turboquant")
-    cache = TurboQuantCache(model.config, residual_length=0, skip_layers=())
+    cache = TurboQuantCache(model.config, residual_length=0)
     with pytest.raises(ValueError, match="output_attentions"):
         model(**prompt(model), past_key_values=cache, output_attentions=True)
 

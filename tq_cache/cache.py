@@ -2,8 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,7 +13,7 @@ from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import Preset, resolve_preset
-from .hf.layers import PackedLayer, packed_layer
+from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
@@ -29,19 +29,24 @@ class TurboQuantCache(DynamicCache):
     (float8: those elements do) and changes no other.
 
     config:          the model's config
-    preset:          a name in `PRESETS`
+    preset:          a name in `PRESETS`; key, value, center and smooth change it, and no other layer's
     key, value:      formats that replace the preset's (`presets.FORMATS`)
-    residual_length: up to so many newest tokens stay in the model's dtype; 0 packs every token at once
+    residual_length: the newest so many tokens stay in the model's dtype; tokens are packed in blocks of 64, so up to 63
+                     more wait for theirs
     sink_tokens:     so many first tokens stay in the model's dtype
-    skip_layers:     layers left in the model's dtype: "boundary", "sliding_window", indices (negative from the end)
+    skip_layers:     layers that the preset is not for: "boundary", "sliding_window", indices (negative from the end)
     boundary_layers: how many layers at each end "boundary" means, among those that hold keys and values
-    center:          subtract a fixed vector per KV head (None: as the preset)
+    skip_format:     preset that packs the layers which "boundary" or an index names (None: they stay in the model's
+                     dtype); sliding-window layers are transformers' own, whatever it says
+    layer_presets:   presets of single layers, {index: name} (negative from the end); they win over preset, skip_layers
+    center:          subtract a fixed vector per KV head from keys ("both": from values too); None: as the preset
     smooth:          exponent of channel smoothing of keys, 0 (off) to 1 (None: as the preset)
     k_scale:         scale of float8 keys: a number, or a tensor with one element or one per KV head; or a list of such,
-                     one per layer.  Without it, that of the checkpoint if it ships one, else measured
+                     one per layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other
+                     formats take none
     v_scale:         likewise, of float8 values
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
-                     CUDA graphs; residual_length is then a multiple of 64.  More tokens are a ValueError
+                     CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
     offloading:      keep layers in CPU memory between their turns (needs a CUDA device)
 
@@ -51,15 +56,17 @@ class TurboQuantCache(DynamicCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        preset: str = "4bit_nc",
+        preset: str = "tq4",
         *,
         key: str | None = None,
         value: str | None = None,
         residual_length: int = 128,
-        sink_tokens: int = 0,
-        skip_layers: Sequence[str | int] | str | int = ("boundary", "sliding_window"),
+        sink_tokens: int = 4,
+        skip_layers: Sequence[str | int] | str | int = ("sliding_window",),
         boundary_layers: int = 2,
-        center: bool | None = None,
+        skip_format: str | None = None,
+        layer_presets: Mapping[int, str] | None = None,
+        center: bool | Literal["both"] | None = None,
         smooth: float | None = None,
         k_scale: GivenScale | None = None,
         v_scale: GivenScale | None = None,
@@ -71,20 +78,19 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(
                 f"expected residual_length and sink_tokens of 0 or more, got {residual_length} and {sink_tokens}"
             )
-        if max_cache_len is not None and (sink_tokens or offloading):
-            raise NotImplementedError(
-                "a preallocated cache (max_cache_len) keeps no sink_tokens and is not offloaded; leave one out"
-            )
+        if max_cache_len is not None and offloading:
+            raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
         check_backend(backend)
         self.config = decoder_config(config)
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
-        backend = backend_for(self.preset, backend)
-        self.plans: list[LayerPlan] = plan_layers(layer_kinds(self.config), skip_layers, boundary_layers)
+        self.plans: list[LayerPlan] = plan_layers(
+            layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets
+        )
         self._warn_if_nothing_is_packed()
         self._max_cache_len = max_cache_len
         layers = own_layers(self.config, max_cache_len)
-        packed = [plan.index for plan in self.plans if plan.packed]
-        self.scales = resolve_scales(config, self.preset, packed, len(layers), k_scale, v_scale)
+        presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
+        self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
         for plan in self.plans:
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
@@ -95,11 +101,14 @@ class TurboQuantCache(DynamicCache):
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         length = self._max_cache_len
+        preset, newest, sinks = plan.preset, residual_length, sink_tokens
+        if preset is None:
+            preset, newest, sinks = self.preset, UNLIMITED if length is None else round_up(length), 0
+        else:
+            backend = backend_for(preset, backend)
         if length is not None:
-            newest = residual_length if plan.packed else round_up(length)
-            return PreallocatedStorage(self.preset, newest, 0, length, backend, given)
-        newest, sinks = (residual_length, sink_tokens) if plan.packed else (UNLIMITED, 0)
-        return GrowingStorage(self.preset, newest, sinks, backend, given)
+            return PreallocatedStorage(preset, newest, sinks, length, backend, given)
+        return GrowingStorage(preset, newest, sinks, backend, given)
 
     def _warn_if_nothing_is_packed(self) -> None:
         if not any(plan.packed for plan in self.plans):
@@ -125,6 +134,14 @@ class TurboQuantCache(DynamicCache):
                 "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
+        if query_length == 1:
+            for layer in self.layers:
+                if isinstance(layer, PreallocatedLayer):
+                    layer.storage.before_step()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _held_batch_size(self, layer_idx: int) -> int | None:
         layer = self.layers[layer_idx]

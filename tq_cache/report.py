@@ -15,7 +15,8 @@ from .planning.layers import LayerPlan
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer: `tokens` it holds, `nbytes` of all its tensors, `bytes_16bit` the same keys and values would take."""
+    """One layer: what it is `stored` as (and why, where that is not the cache's preset), `tokens` it holds, `nbytes` of
+    all its tensors, `bytes_16bit` the same keys and values would take."""
 
     index: int
     kind: str
@@ -78,22 +79,22 @@ def make_report(
     preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any], scales: Mapping[Role, RoleScales]
 ) -> CacheReport:
     """The report of a cache's layers, their plans, and their float8 scales by role."""
-    reports = [_layer_report(preset, plan, layer) for plan, layer in zip(plans, layers, strict=True)]
+    reports = [_layer_report(plan, layer) for plan, layer in zip(plans, layers, strict=True)]
     return CacheReport(preset.name, reports, tuple(scales.values()))
 
 
-def _layer_report(preset: Preset, plan: LayerPlan, layer: Any) -> LayerReport:
+def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
     if isinstance(layer, PackedLayer):
-        stored = f"K {preset.key.name}, V {preset.value.name}"
-        if not plan.packed:  # all of it in the model's dtype
-            stored = f"{layer.storage.dtype or '-'} ({plan.reason})".removeprefix("torch.")
+        stored = f"{layer.storage.dtype or '-'}".removeprefix("torch.")
+        if plan.preset is not None:
+            stored = f"K {plan.preset.key.name}, V {plan.preset.value.name}"
         tokens, elements = layer.storage.length, layer.storage.num_elements
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
         stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"
-        stored = f"{stored} ({plan.reason})"
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
+    stored = f"{stored} ({plan.reason})" if plan.reason else stored
     return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements)
 
 

@@ -25,9 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from tq_cache import PRESETS, TurboQuantCache
+from tq_cache.formats.packing import BLOCK_TOKENS
 from tq_cache.tools.cli import app
 from tq_cache.tools.evaluate import EvalSettings, evaluate
-from tq_cache.tools.runs import EMBEDDED_MODEL, encode, generate, make_cache
+from tq_cache.tools.runs import EMBEDDED_MODEL, demo_case, encode, generate, make_cache
 from tq_cache.tools.tasks import heldout_text
 
 # ------------------------------------------------------------------------------------------------ formats and bytes
@@ -37,10 +38,10 @@ def test_bytes_are_ocp():
     """1.0 and -2.0 as OCP writes them; FNUZ' bytes for them would be 0x40 and 0xc8, or 0x40 and 0xc4."""
     for preset, expected in (("fp8_e4m3", [0x38, 0xC0]), ("fp8_e5m2", [0x3C, 0xC0])):
         cache = TurboQuantCache(plain_config(), preset, k_scale=1.0, v_scale=1.0, **ALL)
-        x = torch.tensor([1.0, -2.0]).repeat(DIM // 2).expand(1, HEADS, 3, DIM)
+        x = torch.tensor([1.0, -2.0]).repeat(DIM // 2).expand(1, HEADS, 64, DIM)
         cache.update(x, x, 0)
         for states in (cache.layers[0].storage.key, cache.layers[0].storage.value):
-            assert codes(states, 3)[0, 0, 0, :2].tolist() == expected
+            assert codes(states, 64)[0, 0, 0, :2].tolist() == expected
 
 
 def test_no_format_is_read_as_another():
@@ -97,7 +98,7 @@ def test_scales_per_token_have_no_kernels():
 def test_report_says_where_scales_come_from(tmp_path):
     config = kv_checkpoint(tmp_path / "checkpoint", pairs())
     report = " ".join(str(TurboQuantCache(config, "fp8_e4m3", v_scale=1.0).report()).split())
-    assert "scales of fp8_e4m3 keys: checkpoint (model.layers.2.self_attn.k_scale, ..., one per layer; " in report
+    assert "scales of fp8_e4m3 keys: checkpoint (model.layers.0.self_attn.k_scale, ..., one per layer; " in report
     assert "config.quantization_config.kv_cache_scheme: 8-bit float, static)" in report
     assert "scales of fp8_e4m3 values: user (v_scale=)" in report
     report = " ".join(str(TurboQuantCache(plain_config(), "k8v4").report()).split())
@@ -133,8 +134,6 @@ def test_info_on_a_checkpoint(name, lines, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the embedded model
-
-SKIP = ("sliding_window",)
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +177,14 @@ def test_a_saved_checkpoint_generates_with_its_scales(calibrated, embedded):
     """Bytes are torch's cast of the exact keys and values by the very scales of the file, in every layer."""
     folder, model = calibrated
     tokenizer = embedded[1]
-    prompt = "The secret code of Mira is 48213. It was cold.\n\nQuestion: What is the secret code of Mira?\nAnswer:"
+    case = demo_case(tokenizer, 200)
     exact = make_cache(model, None)
-    ids = torch.tensor([encode(tokenizer, prompt)])
+    ids = torch.tensor([encode(tokenizer, case.prompt)])
     with torch.inference_mode():
         model(ids, past_key_values=exact)
-    cache = make_cache(model, "fp8_e4m3", residual_length=0, skip_layers=SKIP)
-    run = generate(model, tokenizer, prompt, cache, 6)
-    assert run.text.strip().startswith("48213")
+    cache = make_cache(model, "fp8_e4m3", **ALL)
+    run = generate(model, tokenizer, case.prompt, cache, 20)
+    assert case.matches(run.text)
     shipped = load_file(folder / "model.safetensors")
     for n, layer in enumerate(cache.layers):
         for letter, states, given in (
@@ -195,7 +194,8 @@ def test_a_saved_checkpoint_generates_with_its_scales(calibrated, embedded):
             scale = shipped[f"model.layers.{n}.self_attn.{letter}_scale"].float()
             assert (states.calibration.scale == scale).all()
             expected = cast(given, scale, torch.float8_e4m3fn).view(torch.uint8)
-            assert torch.equal(codes(states, ids.shape[1]), expected)
+            whole = ids.shape[1] // BLOCK_TOKENS * BLOCK_TOKENS
+            assert torch.equal(codes(states, whole), expected[:, :, :whole])
     report = " ".join(str(cache.report()).split())
     assert "scales of fp8_e4m3 keys: checkpoint (model.layers.0.self_attn.k_scale" in report
     with pytest.raises(ValueError, match="ships fp8 KV scales .*kv_cache_scheme.*use 'fp8_e4m3'"):
@@ -206,7 +206,7 @@ def test_a_saved_checkpoint_generates_with_its_scales(calibrated, embedded):
 def test_perplexity_stays(embedded, calibrated):
     """Every token packed: e4m3 within 0.1 % of the 16-bit cache, also with a checkpoint's scales, e5m2 within 0.5 %."""
     model, tokenizer = embedded
-    settings = EvalSettings(256, 512, 64, texts=4, cases=0, residual_length=0, skip_layers=SKIP)
+    settings = EvalSettings(256, 512, 64, texts=4, cases=0, residual_length=0)
     exact, e4m3, e5m2 = evaluate(model, tokenizer, ["fp8_e4m3", "fp8_e5m2"], settings).rows
     _, shipped = evaluate(calibrated[1], tokenizer, ["fp8_e4m3"], settings).rows
     assert e4m3.perplexity == pytest.approx(exact.perplexity, rel=1e-3)

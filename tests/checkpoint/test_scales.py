@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from checkpoints import CHECKPOINTS
 from float8_checkpoints import (
     ALL,
     FLOAT8_TYPES,
@@ -44,7 +45,7 @@ def test_scales_of_every_format_are_those_of_its_files(checkpoint, shards, tmp_p
             (layer.storage.value, x[n, 1], (n + 1) / of_values),
         ):
             assert torch.equal(states.calibration.scale, torch.full((2, HEADS, 1, 1), scale))
-            assert torch.equal(codes(states, 70), cast(given, scale, torch.float8_e4m3fn).view(torch.uint8))
+            assert torch.equal(codes(states, 128), cast(given, scale, torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_scales_per_head(shape, tmp_path):
     assert "one per KV head" in str(cache.report())
     for n, layer in enumerate(cache.layers):
         expected = cast(x[n, 0], scale.view(1, HEADS, 1, 1), torch.float8_e4m3fn)
-        assert torch.equal(codes(layer.storage.key, 70), expected.view(torch.uint8))
+        assert torch.equal(codes(layer.storage.key, 128), expected.view(torch.uint8))
 
 
 def test_only_scales_of_packed_layers_are_read(tmp_path, monkeypatch):
@@ -151,11 +152,13 @@ def test_a_scale_that_is_none(bad, tmp_path):
 
 def test_scales_that_are_declared_and_not_there(tmp_path):
     config = kv_checkpoint(tmp_path / "checkpoint", pairs(layers=3))
-    message = r"expected a k_scale for every packed layer \(.*kv_cache_scheme.*got none for layers \[3\].*pass k_scale="
+    message = (
+        r"expected a k_scale for every packed layer \(.*kv_cache_scheme.*got none for layers \[3, 4, 5\].*pass k_scale="
+    )
     with pytest.raises(ValueError, match=message):
         TurboQuantCache(config, "fp8_e4m3")
     (tmp_path / "checkpoint" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"got none for layers \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"got none for layers \[0, 1, 2, 3, 4, 5\]"):
         TurboQuantCache(config, "fp8_e4m3")
     config.name_or_path = "somewhere/else"
     message = r"kv_cache_scheme.*got no files to read them from; set config.name_or_path .* or pass k_scale= \(1.0"
@@ -196,7 +199,7 @@ def test_round_trip_is_torchs(preset, dtype, scale):
             (layer.storage.key, layer.storage.value), x[n], (layer.keys, layer.values), strict=True
         ):
             expected = cast(given, factor, FLOAT8_TYPES[preset])
-            assert torch.equal(codes(states, 70), expected.view(torch.uint8))
+            assert torch.equal(codes(states, 128), expected.view(torch.uint8))
             assert torch.equal(read, (expected.float() * factor).to(dtype))
 
 
@@ -208,13 +211,14 @@ def test_the_users_scale_wins(tmp_path):
     assert (cache.layers[3].storage.key.calibration.scale == 0.125).all()
     assert (cache.layers[3].storage.value.calibration.scale == 0.5).all()
     cache.reset()
-    filled(cache, tokens=3)
+    filled(cache, tokens=64)
     assert (copy.deepcopy(cache).layers[3].storage.key.calibration.scale == 0.125).all()
 
 
 def test_a_scale_per_layer():
     per_layer = [None, 0.5, torch.tensor([1.0, 2.0]), 4.0, 8.0, None]
-    cache = TurboQuantCache(plain_config(), "fp8_e4m3", v_scale=per_layer, residual_length=0, boundary_layers=1)
+    edge = dict(skip_layers="boundary", boundary_layers=1)
+    cache = TurboQuantCache(plain_config(), "fp8_e4m3", v_scale=per_layer, **edge, **ALL)
     filled(cache)
     for n in range(1, 5):
         held = cache.layers[n].storage.value.calibration.scale
@@ -233,11 +237,78 @@ def test_formats_that_take_no_scale(preset, argument):
 
 @every_float8
 def test_without_a_scale_the_first_tokens_say_it(preset):
-    """A power of two per sequence and KV head that leaves the first tokens a headroom of 4 to 8."""
+    """A power of two per sequence and KV head that leaves the first tokens a headroom of 64 to 128."""
     cache = TurboQuantCache(plain_config(), preset, **ALL)
     x = filled(cache)
     for n, layer in enumerate(cache.layers):
         scale = layer.storage.key.calibration.scale
         assert scale.shape == (2, HEADS, 1, 1) and torch.equal(torch.exp2(torch.log2(scale).round()), scale)
         headroom = torch.finfo(FLOAT8_TYPES[preset]).max * scale / x[n, 0].float().abs().amax((2, 3), keepdim=True)
-        assert (headroom >= 4).all() and (headroom <= 8).all()
+        assert (headroom >= 64).all() and (headroom <= 128).all()
+
+
+# ------------------------------------------------------------------------------------- float8 in some layers only
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_float8_layers_among_others_get_the_checkpoints_scales(shards, tmp_path):
+    """In layer n, (n + 1) / 64 for keys and half of that for values; the other layers get none."""
+    row = next(row for row in CHECKPOINTS if row.name == "compressed-tensors fp8 + KV")
+    config = load_config(write_checkpoint(tmp_path / "checkpoint", row, shards=shards))
+    mixed = dict(layer_presets={1: "fp8_e4m3", -2: "k8v4"}, skip_layers="boundary", boundary_layers=1)
+    cache = TurboQuantCache(config, "tq4", skip_format="fp8_e4m3", **mixed, **ALL)
+    assert {role: sorted(own.given) for role, own in cache.scales.items()} == {"key": [0, 1, 4, 5], "value": [0, 1, 5]}
+    assert {own.source for own in cache.scales.values()} == {"checkpoint"}
+    x = filled(cache)
+    for n, layer in enumerate(cache.layers):
+        key, value = layer.storage.key, layer.storage.value
+        assert key.packed.shape[2] == value.packed.shape[2] == 2
+        if n in (2, 3):
+            assert key.calibration.scale is None and value.calibration.scale is None
+            continue
+        assert (key.calibration.scale == (n + 1) / 64).all()
+        if n != 4:
+            assert (value.calibration.scale == (n + 1) / 128).all()
+            expected = cast(x[n, 1], (n + 1) / 128, torch.float8_e4m3fn)
+            assert torch.equal(codes(value, 128), expected.view(torch.uint8))
+    report = " ".join(str(cache.report()).split())
+    assert "scales of fp8_e4m3 keys: checkpoint (model.layers.0.self_attn.k_scale" in report
+
+
+def test_a_layer_in_a_format_that_the_scales_do_not_fit(tmp_path):
+    config = kv_checkpoint(tmp_path / "checkpoint", pairs())
+    with pytest.raises(ValueError, match="ships fp8 KV scales .*got 'fp8_e5m2'; use 'fp8_e4m3'"):
+        TurboQuantCache(config, "tq4", layer_presets={3: "fp8_e5m2"})
+    with pytest.raises(ValueError, match="ships fp8 KV scales"):
+        TurboQuantCache(config, "fp8_e4m3", skip_layers=0, skip_format="fp8_e5m2")
+    TurboQuantCache(config, "fp8_e5m2", layer_presets=dict.fromkeys(range(6), "tq4"))  # no layer is
+
+
+def test_only_scales_that_a_layer_takes_must_be_there(tmp_path):
+    config = kv_checkpoint(tmp_path / "checkpoint", pairs(layers=3))
+    assert sorted(TurboQuantCache(config, "tq4", layer_presets={2: "fp8_e4m3"}).scales["value"].given) == [2]
+    with pytest.raises(ValueError, match=r"got none for layers \[3\]"):
+        TurboQuantCache(config, "tq4", layer_presets={3: "fp8_e4m3", 0: "k8v4"})
+
+
+def test_given_scales_are_for_float8_layers():
+    mixed = dict(layer_presets={1: "fp8_e4m3", 2: "k8v4"}, **ALL)
+    cache = TurboQuantCache(plain_config(), "tq4", k_scale=0.25, v_scale=[None, 0.5, *[None] * 4], **mixed)
+    filled(cache)
+    scales = {n: (layer.storage.key.calibration.scale, layer.storage.value.calibration.scale) for n, layer in
+              enumerate(cache.layers)}  # fmt: skip
+    assert (scales[1][0] == 0.25).all() and (scales[2][0] == 0.25).all() and (scales[1][1] == 0.5).all()
+    assert scales[2][1] is None and all(scales[n] == (None, None) for n in (0, 3, 4, 5))
+    with pytest.raises(ValueError, match=r"expected a scale for every packed layer, got none as v_scale\[1\]"):
+        TurboQuantCache(plain_config(), "tq4", v_scale=[0.5, *[None] * 5], **mixed)
+    with pytest.raises(ValueError, match="expected no k_scale for keys in nc3, tq4, got one; only float8 formats"):
+        TurboQuantCache(plain_config(), "tq4", k_scale=1.0, layer_presets={0: "3bit_nc"})
+
+
+def test_scales_per_token_beside_scales_per_head():
+    """The kernels' door is shut only for the layers that need it."""
+    presets = dict(key="fp8_e4m3_token", layer_presets={0: "fp8_e4m3"})
+    cache = TurboQuantCache(plain_config(), "tq4", **presets, k_scale=0.5)
+    assert [layer.storage.backend for layer in cache.layers] == ["auto", *["reference"] * 5]
+    assert str(cache.scales["key"]) == "scales of fp8_e4m3 keys: user (k_scale=)"
+    assert sorted(cache.scales["key"].given) == [0]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import tq_cache
 from tq_cache import PRESETS
-from tq_cache.tools.cli import app, parse_presets, parse_skip_layers
+from tq_cache.tools.cli import app, parse_layer_presets, parse_presets, parse_skip_layers
 from tq_cache.tools.runs import EMBEDDED_MODEL
 
 
@@ -66,6 +66,23 @@ def test_plan_from_a_config(tmp_path):
     assert float(rows["4bit_nc"].split("│")[4]) == pytest.approx(16 * 134 / 512, rel=0.02)
 
 
+def test_plan_of_layers_with_presets_of_their_own(tmp_path):
+    sizes = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    arguments = ["--presets", "tq4", "--skip-layers", "boundary", "--skip-format", "fp8_e4m3", "--sink-tokens", 0]
+    output = run("plan", "--model", tmp_path, *arguments, "--layer-presets", "1=k8v4,-1=tq3").output
+    rows = [[cell.strip() for cell in line.split("│")] for line in output.splitlines() if line.startswith("│")]
+    assert [(row[1], *row[-3:-1]) for row in rows[:4]] == [
+        ("2", "fp8_e4m3", "boundary"),
+        ("1", "k8v4", "layer_presets"),
+        ("28", "packed", ""),
+        ("1", "tq3", "layer_presets"),
+    ]
+    assert "residual_length 128, sink_tokens 0" in " ".join(output.split())
+    per_token = (2 * 256 + 196 + 28 * 132 + 100) / 32
+    assert float(rows[-1][4]) == pytest.approx(16 * per_token / 512, rel=0.02)
+
+
 def test_eval_writes_json_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     small = ["--context", 200, "--decode", 24, "--texts", 1, "--cases", 1]
@@ -95,6 +112,11 @@ def test_eval_writes_json_and_plot(tmp_path):
         (["plan", "--model", EMBEDDED_MODEL, "--weights-gb", "2"], "expected --memory"),
         (["plan", "--model", EMBEDDED_MODEL, "--memory", "2GB", "--weights-gb", "3"], "expected memory left"),
         (["plan", "--model", EMBEDDED_MODEL, "--context", "0"], "expected context and batch"),
+        (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "tq4"], "expected layer presets such as 0=fp8_e4m3"),
+        (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "0=tq4,0=tq3"], "got two for layer 0"),
+        (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "8=tq4"], "expected a layer index from -8 to 7"),
+        (["plan", "--model", EMBEDDED_MODEL, "--skip-format", "tq4"], "expected 'boundary' or layer indices"),
+        (["generate", "--prompt", "x", "--layer-presets", "0=foo"], "for layer 0 in layer_presets, got 'foo'"),
         (["eval", "--out", "/nowhere/r.json"], "expected a folder"),
         (["eval", "--decode", "0"], "expected context, decode"),
     ],
@@ -112,6 +134,8 @@ def test_lists_of_names():
     assert parse_presets(" tq4, 4bit_nc,") == ["tq4", "4bit_nc"]
     assert parse_skip_layers("none") == ()
     assert parse_skip_layers("boundary, 0,-1") == ("boundary", 0, -1)
+    assert parse_layer_presets(None) is None
+    assert parse_layer_presets("0=fp8_e4m3, -1 = tq3") == {0: "fp8_e4m3", -1: "tq3"}
 
 
 def test_warnings_are_one_line():

@@ -6,7 +6,7 @@ would need never applies.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,8 +26,9 @@ ARGUMENTS: dict[Role, str] = {"key": "k_scale", "value": "v_scale"}
 
 @dataclass(frozen=True)
 class RoleScales:
-    """Scales of float8 keys, or values.
+    """Scales of float8 keys, or values, in the layers that have such.
 
+    format:         name of the format; of several, with commas
     source, reason: where they come from, and why
     given:          by layer, float32 [1] or [H_kv]; empty if they are computed
     """
@@ -44,55 +45,81 @@ class RoleScales:
 
 def resolve_scales(
     config: PreTrainedConfig,
-    preset: Preset,
-    layers: Sequence[int],
+    presets: Mapping[int, Preset],
     num_layers: int,
     k_scale: GivenScale | None = None,
     v_scale: GivenScale | None = None,
 ) -> dict[Role, RoleScales]:
-    """Scales for the packed `layers` of `num_layers`, for each role with a float8 format.
+    """Scales for the layers that are packed, of `num_layers`, for each role that is float8 in any of them.
+
+    presets: what each packed layer is stored as, by its index; layers whose keys (values) are not float8 get no scale
 
     What the user gives wins over what the checkpoint ships, and that over what the first tokens say.  Raises
-    ValueError on a format that the checkpoint's scales do not fit, on scales that are declared and not found, and on
-    any that is missing, not positive or not finite.
+    ValueError on a format that the checkpoint's scales do not fit, on scales that are declared and not found, on any
+    that is missing, not positive or not finite, and on a given one that no layer takes.
     """
-    formats: dict[Role, Format] = {"key": preset.key, "value": preset.value}
+    formats: dict[Role, dict[int, Format]] = {
+        "key": {layer: preset.key for layer, preset in presets.items()},
+        "value": {layer: preset.value for layer, preset in presets.items()},
+    }
     given: dict[Role, GivenScale | None] = {"key": k_scale, "value": v_scale}
-    for role, fmt in formats.items():
-        if given[role] is not None and fmt.scale != "per_head":
+    for role, by_layer in formats.items():
+        if given[role] is not None and by_layer and not _per_head(by_layer):
             raise ValueError(
-                f"expected no {ARGUMENTS[role]} for {role}s in {fmt.name}, got one; "
+                f"expected no {ARGUMENTS[role]} for {role}s in {_names(by_layer)}, got one; "
                 "only float8 formats with a scale per KV head take it"
             )
-    float8 = {role: fmt for role, fmt in formats.items() if fmt.float8 is not None}
-    if not float8:
+    float8 = {role: {n: fmt for n, fmt in all_.items() if fmt.float8 is not None} for role, all_ in formats.items()}
+    if not any(float8.values()):
         return {}
     folder = find_folder(config)
     declaration = read_declaration(config, folder)
-    _check_formats(preset, declaration)
-    resolved: dict[Role, RoleScales] = {}
-    for role, fmt in float8.items():
-        scale = given[role]
-        if scale is not None:
-            scales = _from_user(ARGUMENTS[role], scale, layers, num_layers)
-            resolved[role] = RoleScales(role, fmt.name, "user", f"{ARGUMENTS[role]}=", scales)
-        elif fmt.scale == "per_token":
-            resolved[role] = RoleScales(role, fmt.name, "computed", "the format takes one per token and KV head")
-        elif declaration.has_fp8_scales:
-            reason, scales = _from_checkpoint(role, declaration, folder, layers)
-            resolved[role] = RoleScales(role, fmt.name, "checkpoint", reason, scales)
-        else:
-            reason = f"{declaration.reason}; one per sequence and KV head, from the first tokens"
-            resolved[role] = RoleScales(role, fmt.name, "computed", reason)
-    return resolved
+    _check_formats(presets.values(), declaration)
+    return {
+        role: _role_scales(role, by_layer, given[role], declaration, folder, num_layers)
+        for role, by_layer in float8.items()
+        if by_layer
+    }
 
 
-def _check_formats(preset: Preset, declaration: Declaration) -> None:
-    if declaration.has_fp8_scales and torch.float8_e5m2 in (preset.key.float8, preset.value.float8):
-        raise ValueError(
-            "expected e4m3 for float8 keys and values, since this checkpoint ships fp8 KV scales "
-            f"({declaration.reason}), got {preset.name!r}; use 'fp8_e4m3'"
-        )
+def _role_scales(
+    role: Role,
+    formats: Mapping[int, Format],
+    given: GivenScale | None,
+    declaration: Declaration,
+    folder: Path | None,
+    num_layers: int,
+) -> RoleScales:
+    """Scales of the layers with these float8 formats.  Those with one per token beside others need no words."""
+    per_head = _per_head(formats)
+    if not per_head:
+        return RoleScales(role, _names(formats), "computed", "the format takes one per token and KV head")
+    names, layers = _names(per_head), list(per_head)
+    if given is not None:
+        scales = _from_user(ARGUMENTS[role], given, layers, num_layers)
+        return RoleScales(role, names, "user", f"{ARGUMENTS[role]}=", scales)
+    if declaration.has_fp8_scales:
+        reason, scales = _from_checkpoint(role, declaration, folder, layers)
+        return RoleScales(role, names, "checkpoint", reason, scales)
+    reason = f"{declaration.reason}; one per sequence and KV head, from the first tokens"
+    return RoleScales(role, names, "computed", reason)
+
+
+def _per_head(formats: Mapping[int, Format]) -> dict[int, Format]:
+    return {layer: fmt for layer, fmt in formats.items() if fmt.scale == "per_head"}
+
+
+def _names(formats: Mapping[int, Format]) -> str:
+    return ", ".join(dict.fromkeys(fmt.name for fmt in formats.values()))
+
+
+def _check_formats(presets: Iterable[Preset], declaration: Declaration) -> None:
+    for preset in presets:
+        if declaration.has_fp8_scales and torch.float8_e5m2 in (preset.key.float8, preset.value.float8):
+            raise ValueError(
+                "expected e4m3 for float8 keys and values, since this checkpoint ships fp8 KV scales "
+                f"({declaration.reason}), got {preset.name!r}; use 'fp8_e4m3'"
+            )
 
 
 def _from_checkpoint(

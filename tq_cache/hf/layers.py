@@ -116,8 +116,7 @@ class PreallocatedLayer(PackedLayer):
         if self.flat is None or key_states.shape[2] > 1:
             return outside_graph(PreallocatedLayer._append, self, key_states, value_states)
         self.storage.admit(key_states, value_states)
-        if not torch.compiler.is_compiling():
-            self.storage.before_step(self.storage.admitted_length)
+        self.storage.before_step()
         buffers, calibration, num_tokens, spec = self.flat
         torch.ops.tq_cache.update(key_states, value_states, buffers, calibration, num_tokens, spec)
         if self.config._attn_implementation == ATTENTION_NAME:

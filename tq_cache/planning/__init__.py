@@ -1,1 +1,1 @@
-"""From a model's config alone: which layers are packed, what they hold, how many bytes that takes."""
+"""From a model's config alone: what each layer holds and is stored as, how many bytes that takes."""

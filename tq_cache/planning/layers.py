@@ -1,10 +1,12 @@
-"""Which layers are packed: from the kinds of a model's layers to one plan per layer.  Knows no tensors, no models.
+"""What each layer is stored as: from the kinds of a model's layers to one plan per layer.  Knows no tensors, no models.
 
 Kinds are transformers' own `layer_types`: full_attention, sliding_attention, linear_attention, dummy, ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from ..formats.presets import PRESETS, Preset
 
 # Sparse attention with an indexer (DSA); the second is its name up to 5.17.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -17,24 +19,42 @@ SKIP_WORDS = ("boundary", "sliding_window")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one layer: packed, or left to transformers for `reason`."""
+    """What the keys and values of one layer are stored as.
+
+    preset: they are packed with it; None: they stay in the model's dtype
+    reason: why it is not the cache's preset; empty where it is
+    """
 
     index: int
     kind: str
-    packed: bool
+    preset: Preset | None = None
     reason: str = ""
+
+    @property
+    def packed(self) -> bool:
+        return self.preset is not None
 
 
 def plan_layers(
-    kinds: Sequence[str], skip_layers: Sequence[str | int] | str | int, boundary_layers: int
+    kinds: Sequence[str],
+    preset: Preset | None,
+    skip_layers: Sequence[str | int] | str | int,
+    boundary_layers: int,
+    skip_format: str | None = None,
+    layer_presets: Mapping[int, str] | None = None,
 ) -> list[LayerPlan]:
     """One plan per layer.
 
     kinds:           kind of every layer
+    preset:          of the layers that nothing else is said of; None: the model's dtype
     skip_layers:     the words "boundary" and "sliding_window", and indices, negative ones counted from the end
-    boundary_layers: how many layers at each end "boundary" skips, among those that hold keys and values
+    boundary_layers: how many layers at each end "boundary" means, among those that hold keys and values
+    skip_format:     preset of the layers that "boundary" or an index names; None: the model's dtype
+    layer_presets:   presets by layer index, which win over all of these
 
-    Raises ValueError on unknown words, indices out of range, and models without any keys and values.
+    Raises ValueError on unknown words or presets, indices out of range, a skip_format of no layers, layer_presets that
+    name a layer twice or one that cannot be packed, and models without any keys and values; TypeError on layer_presets
+    that are no mapping; NotImplementedError where sliding windows were to be packed.
     """
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
@@ -50,34 +70,68 @@ def plan_layers(
             "packing sliding-window layers is not supported; keep 'sliding_window' in skip_layers "
             "(their window bounds their memory)"
         )
-    edge = set(holding[:boundary_layers] + holding[len(holding) - boundary_layers :]) if "boundary" in words else set()
-    return [_plan(index, kind, edge, indices) for index, kind in enumerate(kinds)]
+    if skip_format is not None and "boundary" not in words and not indices:
+        raise ValueError(
+            f"expected 'boundary' or layer indices in skip_layers beside skip_format={skip_format!r}, "
+            f"got {skip_layers!r}; name the layers that it is for"
+        )
+    edge = holding[:boundary_layers] + holding[len(holding) - boundary_layers :] if "boundary" in words else []
+    skipped = None if skip_format is None else _preset(skip_format, "as skip_format")
+    # What is said of single layers; what stands later wins.
+    said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
+    said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
+    said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds).items()}
+    return [
+        LayerPlan(index, kind, *(said.get(index, (preset, "")) if kind in PACKABLE else (None, _why_not(kind))))
+        for index, kind in enumerate(kinds)
+    ]
 
 
-def _plan(index: int, kind: str, edge: set[int], indices: set[int]) -> LayerPlan:
+def _why_not(kind: str) -> str:
+    """Why layers of a kind that is not in PACKABLE are transformers' own."""
     if kind in WITHOUT_KV:
-        return LayerPlan(index, kind, packed=False, reason="no keys and values")
-    if index in indices:
-        return LayerPlan(index, kind, packed=False, reason="index in skip_layers")
-    if kind in WINDOWED:
-        return LayerPlan(index, kind, packed=False, reason="sliding window")
-    if kind not in PACKABLE:
-        return LayerPlan(index, kind, packed=False, reason="layer type of the model's own")
-    if index in edge:
-        return LayerPlan(index, kind, packed=False, reason="boundary")
-    return LayerPlan(index, kind, packed=True)
+        return "no keys and values"
+    return "sliding window" if kind in WINDOWED else "layer type of the model's own"
 
 
 def _parse(skip_layers: Sequence[str | int] | str | int, num_layers: int) -> tuple[set[str], set[int]]:
+    """The words of skip_layers, and its indices, from 0 on."""
     entries = [skip_layers] if isinstance(skip_layers, (str, int)) else list(skip_layers)
     words = {entry for entry in entries if isinstance(entry, str)}
     if unknown := words - set(SKIP_WORDS):
         raise ValueError(f"expected skip_layers of {list(SKIP_WORDS)} or layer indices, got {sorted(unknown)}")
-    indices = set()
-    for entry in entries:
-        if isinstance(entry, str):
-            continue
-        if isinstance(entry, bool) or not isinstance(entry, int) or not -num_layers <= entry < num_layers:
-            raise ValueError(f"expected a layer index from {-num_layers} to {num_layers - 1}, got {entry!r}")
-        indices.add(entry % num_layers)
-    return words, indices
+    return words, {_index(entry, num_layers, "skip_layers") for entry in entries if not isinstance(entry, str)}
+
+
+def _presets_by_layer(layer_presets: Mapping[int, str] | None, kinds: Sequence[str]) -> dict[int, Preset]:
+    """layer_presets with indices from 0 on, all of layers that can be packed."""
+    if layer_presets is None:
+        return {}
+    if not isinstance(layer_presets, Mapping):
+        raise TypeError(f"expected layer_presets as {{layer index: preset name}}, got {layer_presets!r}")
+    presets: dict[int, Preset] = {}
+    for entry, name in layer_presets.items():
+        index = _index(entry, len(kinds), "layer_presets")
+        if index in presets:
+            raise ValueError(f"expected one entry per layer in layer_presets, got two for layer {index}: {entry} too")
+        if kinds[index] not in PACKABLE:
+            raise ValueError(
+                f"expected layers that can be packed in layer_presets, got layer {index} ({kinds[index]}: "
+                f"{_why_not(kinds[index])}); leave it out"
+            )
+        presets[index] = _preset(name, f"for layer {index} in layer_presets")
+    return presets
+
+
+def _index(entry: object, num_layers: int, argument: str) -> int:
+    """A layer's index from 0 on."""
+    if isinstance(entry, bool) or not isinstance(entry, int) or not -num_layers <= entry < num_layers:
+        raise ValueError(f"expected a layer index from {-num_layers} to {num_layers - 1}, got {entry!r} in {argument}")
+    return entry % num_layers
+
+
+def _preset(name: str, place: str) -> Preset:
+    """The preset of that name, as it is: what the cache's arguments change is its own preset."""
+    if name not in PRESETS:
+        raise ValueError(f"expected a preset of {list(PRESETS)} {place}, got {name!r}")
+    return PRESETS[name]

@@ -5,15 +5,15 @@ a cache that got there by decoding may hold up to that much more.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
 from ..formats.rotation import check_head_dim
 from ..storage.base import round_up
-from ..storage.growing import growth
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
 
@@ -32,9 +32,11 @@ class PlanSettings:
     context: int
     batch: int = 1
     residual_length: int = 128
-    sink_tokens: int = 0
-    skip_layers: tuple[str | int, ...] = ("boundary", "sliding_window")
+    sink_tokens: int = 4
+    skip_layers: tuple[str | int, ...] = ("sliding_window",)
     boundary_layers: int = 2
+    skip_format: str | None = None
+    layer_presets: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
         if self.context < 1 or self.batch < 1:
@@ -60,7 +62,10 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The first row is the 16-bit cache, then one per preset.  `memory` is what there is for keys and values."""
+    """The first row is the 16-bit cache, then one per preset.  `memory` is what there is for keys and values.
+
+    layer_plans: with the first of the presets; those without a reason follow the preset of the row
+    """
 
     geometry: ModelGeometry
     layer_plans: tuple[LayerPlan, ...]
@@ -81,6 +86,7 @@ def plan_memory(
         raise ValueError(f"expected memory left for keys and values, got {memory:,} bytes after the weights")
     geometry = model_geometry(config)
     chosen = [None, *[resolve_preset(name) for name in presets]]
+    layer_plans = tuple(_layer_plans(geometry, chosen[1] if presets else None, settings))
     exact = cache_bytes(geometry, None, settings)
     rows = []
     for preset in chosen:
@@ -88,16 +94,15 @@ def plan_memory(
         longest = None if memory is None else longest_context(geometry, preset, settings, memory)
         name = EXACT if preset is None else preset.name
         rows.append(PlanRow(name, nbytes, exact / nbytes, 8 * EXACT_BYTES * nbytes / exact, longest))
-    return MemoryPlan(geometry, tuple(_layer_plans(geometry, settings)), settings, memory, tuple(rows))
+    return MemoryPlan(geometry, layer_plans, settings, memory, tuple(rows))
 
 
 def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> int:
     """Bytes of a whole cache with this preset; None: the 16-bit cache (`DynamicCache` of a 16-bit model)."""
-    plans = _layer_plans(geometry, settings)
-    return sum(
-        _layer_bytes(layer, preset if plan.packed else None, settings, preset is not None and plan.kind in PACKABLE)
-        for layer, plan in zip(geometry.layers, plans, strict=True)
-    )
+    if preset is None:
+        return sum(_exact_bytes(layer, settings, _held(layer, settings)) for layer in geometry.layers)
+    plans = _layer_plans(geometry, preset, settings)
+    return sum(_layer_bytes(layer, plan, settings) for layer, plan in zip(geometry.layers, plans, strict=True))
 
 
 def longest_context(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings, memory: int) -> int:
@@ -120,40 +125,53 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * MEMORY_UNITS[match[2].upper()])
 
 
-def _layer_plans(geometry: ModelGeometry, settings: PlanSettings) -> list[LayerPlan]:
-    return plan_layers([layer.kind for layer in geometry.layers], settings.skip_layers, settings.boundary_layers)
+def packed_length(tokens: int, residual_length: int, sink_tokens: int) -> int:
+    """How many of a layer's `tokens` are packed: whole blocks of what is neither first nor newest.
+
+    Of fewer tokens than a calibration takes (`storage.first_tokens`) none are yet; no plan is about so few.
+    """
+    return max(tokens - sink_tokens - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _layer_bytes(layer: LayerGeometry, preset: Preset | None, settings: PlanSettings, buffered: bool) -> int:
-    """`buffered`: a layer of our own, whose exact tokens come with room for more, up to a whole block."""
-    tokens = settings.context if layer.window is None else min(settings.context, layer.window - 1)
-    indexer = EXACT_BYTES * settings.batch * tokens * layer.indexer_dim
-    exact_token = EXACT_BYTES * (layer.key_dim + layer.value_dim)
-    if preset is None:
-        sequence = (round_up(tokens + 1) if buffered else tokens) * exact_token
-    else:
-        check_head_dim(layer.key_dim)
-        check_head_dim(layer.value_dim)
-        packed, kept = _split(settings)
-        sequence = packed * preset.token_bytes(layer.key_dim, layer.value_dim) + kept * exact_token
-        sequence += _calibration_bytes(layer, preset) if packed else 0
-    return settings.batch * layer.num_kv_heads * sequence + indexer
+def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:
+    return plan_layers(
+        *([layer.kind for layer in geometry.layers], preset, settings.skip_layers, settings.boundary_layers),
+        *(settings.skip_format, settings.layer_presets),
+    )
 
 
-def _split(settings: PlanSettings) -> tuple[int, int]:
-    """Tokens that a packed layer has room for, packed and in the model's dtype, as `GrowingStorage` divides them."""
-    context, sink_tokens = settings.context, settings.sink_tokens
-    room = settings.residual_length + sink_tokens + 1
-    surplus = context - sink_tokens - settings.residual_length
-    packed = min(round_up(surplus), context - sink_tokens) if surplus > 0 else 0
-    tail = context - packed - (sink_tokens if packed else 0)
-    tail_room = min(room, round_up(tail + growth(tail) + 1))
-    return round_up(packed), tail_room + (sink_tokens if packed else 0)
+def _held(layer: LayerGeometry, settings: PlanSettings) -> int:
+    """Tokens of the context that a layer holds."""
+    return settings.context if layer.window is None else min(settings.context, layer.window - 1)
+
+
+def _exact_bytes(layer: LayerGeometry, settings: PlanSettings, room: int) -> int:
+    """A layer at 16 bits, with room for so many tokens."""
+    tokens = layer.num_kv_heads * room * (layer.key_dim + layer.value_dim)
+    return EXACT_BYTES * settings.batch * (tokens + _held(layer, settings) * layer.indexer_dim)
+
+
+def _layer_bytes(layer: LayerGeometry, plan: LayerPlan, settings: PlanSettings) -> int:
+    """A layer of a `TurboQuantCache`.  Buffers of our own have room for more tokens, up to a whole block."""
+    if plan.preset is None:
+        held = _held(layer, settings)
+        return _exact_bytes(layer, settings, round_up(held + 1) if plan.kind in PACKABLE else held)
+    check_head_dim(layer.key_dim)
+    check_head_dim(layer.value_dim)
+    packed = packed_length(settings.context, settings.residual_length, settings.sink_tokens)
+    sinks = settings.sink_tokens if packed else 0
+    tail = settings.context - packed - sinks
+    most = settings.residual_length + settings.sink_tokens + BLOCK_TOKENS
+    sequence = packed * plan.preset.token_bytes(layer.key_dim, layer.value_dim)
+    sequence += _calibration_bytes(layer, plan.preset) if packed else 0
+    exact = _exact_bytes(layer, settings, sinks + min(most, round_up(tail + 1)))
+    return settings.batch * layer.num_kv_heads * sequence + exact
 
 
 def _calibration_bytes(layer: LayerGeometry, preset: Preset) -> int:
     """Bytes of what is measured once per sequence and KV head (`Calibration`)."""
-    elements = (layer.key_dim + layer.value_dim) if preset.center else 0
+    elements = layer.key_dim if "key" in preset.center else 0
+    elements += layer.value_dim if "value" in preset.center else 0
     elements += layer.key_dim if preset.smooth else 0
     elements += sum(fmt.scale == "per_head" for fmt in (preset.key, preset.value))
     return CALIBRATION_BYTES * elements

@@ -44,8 +44,8 @@ class PreallocatedStorage(LayerStorage):
         self.states: PreallocatedStates | None = None
         # The length that an update brought which packed by a provisional calibration; None: nothing is packed so.
         self._provisional: int | None = None
-        # The length up to which calibration saw every step; what a graph packs unseen keeps the calibration it met.
-        self._overseen = 0
+        # A length up to which calibration saw what was packed, and how many steps at most came since.
+        self._seen_length, self._steps = 0, 0
         # The device counts tokens; what Python knows of that count spares asking it.  At most so many are held by what
         # was admitted: None once a graph may have added some; and by what was announced: None where graphs announce.
         self._admitted: int | None = 0
@@ -102,10 +102,7 @@ class PreallocatedStorage(LayerStorage):
             self._announced += count
 
     def announce(self, count: int) -> None:
-        """Raise ValueError unless there is room for `count` tokens that come next, maybe in a graph, which cannot.
-
-        A single one may be packed there, so that `before_step` is due.
-        """
+        """Raise ValueError unless there is room for `count` tokens that come next, maybe in a graph, which cannot."""
         if torch.compiler.is_compiling():
             self._announced = None
             return
@@ -116,36 +113,31 @@ class PreallocatedStorage(LayerStorage):
         if self._announced is not None:
             self._announced += count
 
-    @property
-    def admitted_length(self) -> int | None:
-        """Tokens held with those admitted, None where it is not known without asking the device."""
-        return self._admitted
-
-    @property
-    def announced_length(self) -> int | None:
-        """Likewise, with those announced."""
-        return self._announced
-
-    def before_step(self, length: int | None) -> None:
-        """Calibrate on the ring if a step to `length` tokens packs its oldest block and nobody did; else nothing.
-
-        None: a length that is not known, of tokens that are counted by a graph.
-        """
+    def before_step(self) -> None:
+        """A single token comes, maybe in a graph.  Calibrate on the ring if the step packs its oldest block and nobody
+        did; may be called more than once a step.  Waits for the device where it may be so far, else not."""
+        if torch.compiler.is_compiling():
+            return
         states = self.states
-        if self.first_tokens.done or states is None or length is None or not self.packs:
+        if self.first_tokens.done or states is None or not self.packs:
             return
         if states.ring_keys.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self._oversee(states, length - 1, length)
-        if states.packed_length(length) > states.packed_length(length - 1):
+        self._steps += 1
+        if states.packed_length(self._seen_length + self._steps) == states.packed_length(self._seen_length):
+            return
+        length = int(states.num_tokens)
+        self._see(states, length)
+        if states.packed_length(length + 1) > states.packed_length(length) and not self.first_tokens.done:
             with torch.inference_mode(False), torch.no_grad():
-                self._calibrate(states, states.view(length - 1))
+                self._calibrate(states, states.view(length))
+            self._seen_length, self._steps = length + 1, 0
 
-    def _oversee(self, states: PreallocatedStates, start: int, end: int) -> None:
-        """Tokens from `start` to `end` come now, and are seen."""
-        if states.packed_length(start) > states.packed_length(self._overseen):
+    def _see(self, states: PreallocatedStates, length: int) -> None:
+        """So many tokens are held: what a graph packed unseen keeps the calibration that it met."""
+        if states.packed_length(length) > states.packed_length(self._seen_length):
             self.first_tokens.accept()
-        self._overseen = end
+        self._seen_length, self._steps = length, 0
 
     @property
     def packs(self) -> bool:
@@ -184,7 +176,8 @@ class PreallocatedStorage(LayerStorage):
             states = self.states or self._allocate(keys, values)
             old = states.view()  # waits for the device, once
             length = old.length + keys.shape[2]
-            self._oversee(states, old.length, length)
+            self._see(states, old.length)
+            self._seen_length = length
             has_sinks = 0 < old.length >= states.sink_tokens  # so that all that comes is of the tail
             if has_sinks and states.packed_length(length) == 0:  # nothing wraps: no copy of what is held
                 self._settle(states, keys.detach(), values.detach(), old.length)
@@ -266,7 +259,7 @@ class PreallocatedStorage(LayerStorage):
         """Forget every token, and keep the memory."""
         if self.states is not None:
             self.states.num_tokens.zero_()
-        self._provisional, self._overseen = None, 0
+        self._provisional, self._seen_length, self._steps = None, 0, 0
         self.first_tokens.clear()
         self._admitted = None if self._admitted is None else 0
         self._announced = None if self._announced is None else 0

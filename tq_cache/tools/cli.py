@@ -30,12 +30,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEFAULT_SKIP = "boundary,sliding_window"
+DEFAULT_SKIP = "sliding_window"
 MAIN_PRESETS = ",".join(name for name in PRESETS if not name.startswith("tq_"))  # without the mixed pairs
 Model = Annotated[Path, typer.Option(help="A model folder; the embedded model if left out.", show_default=False)]
 Presets = Annotated[str, typer.Option(help="Preset names with commas between, or all.")]
-Residual = Annotated[int, typer.Option(help="Newest tokens kept in the model's dtype; 0 packs every token at once.")]
-Skip = Annotated[str, typer.Option(help="Layers not packed: boundary, sliding_window, indices, with commas; or none.")]
+Residual = Annotated[int, typer.Option(help="Newest tokens kept in the model's dtype; 0 packs every block of 64.")]
+Skip = Annotated[
+    str, typer.Option(help="Layers the preset is not for: boundary, sliding_window, indices, with commas; or none.")
+]
+SkipFormat = Annotated[
+    str | None, typer.Option(help="Preset of the skipped layers; the model's dtype if left out.", show_default=False)
+]
+LayerPresets = Annotated[
+    str | None, typer.Option(help="Presets of single layers, such as 0=fp8_e4m3,-1=tq3.", show_default=False)
+]
 Context = Annotated[int, typer.Option(help="Tokens per sequence.")]
 
 
@@ -45,7 +53,7 @@ def demo(
     model: Model = demo_runs.EMBEDDED_MODEL,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the story.")] = 1536,
     residual_length: Residual = 128,
-    skip_layers: Skip = "sliding_window",
+    skip_layers: Skip = DEFAULT_SKIP,
 ) -> None:
     """The same prompt, a long story with a fact in it, with the 16-bit cache and with each preset."""
     with user_errors():
@@ -66,18 +74,21 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     model: Model = demo_runs.EMBEDDED_MODEL,
-    preset: Annotated[str, typer.Option(help="A preset of `tq-cache info`.")] = "4bit_nc",
+    preset: Annotated[str, typer.Option(help="A preset of `tq-cache info`.")] = "tq4",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     residual_length: Residual = 128,
     skip_layers: Skip = DEFAULT_SKIP,
+    skip_format: SkipFormat = None,
+    layer_presets: LayerPresets = None,
 ) -> None:
     """Continue a prompt, greedily, and say what the cache took."""
     with user_errors():
         text = read_prompt(prompt, prompt_file)
         resolve_preset(preset)
-        skip = parse_skip_layers(skip_layers)
+        options: dict[str, Any] = {"residual_length": residual_length, "skip_layers": parse_skip_layers(skip_layers)}
+        options |= {"skip_format": skip_format, "layer_presets": parse_layer_presets(layer_presets)}
         language_model, tokenizer = load_model(model)
-        cache = demo_runs.make_cache(language_model, preset, residual_length=residual_length, skip_layers=skip)
+        cache = demo_runs.make_cache(language_model, preset, **options)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         run = demo_runs.generate(language_model, tokenizer, text, cache, max_new_tokens, preset, streamer=streamer)
         stdout().print(tables.generated_line(run))
@@ -107,14 +118,21 @@ def plan(
     weights_gb: Annotated[float, typer.Option(help="GB of it (10^9 bytes) that weights and the rest take.")] = 0.0,
     presets: Presets = "all",
     residual_length: Residual = 128,
+    sink_tokens: Annotated[int, typer.Option(help="First tokens kept in the model's dtype.")] = 4,
     skip_layers: Skip = DEFAULT_SKIP,
+    skip_format: SkipFormat = None,
+    layer_presets: LayerPresets = None,
 ) -> None:
     """KV memory per preset, and the longest context that fits, from a config alone."""
     with user_errors():
         if weights_gb and memory is None:
             raise ValueError(f"expected --memory beside --weights-gb {weights_gb:g}, got none")
         left = None if memory is None else parse_memory(memory) - int(weights_gb * 1e9)
-        settings = PlanSettings(context, batch, residual_length, skip_layers=parse_skip_layers(skip_layers))
+        settings = PlanSettings(
+            *(context, batch, residual_length, sink_tokens, parse_skip_layers(skip_layers)),
+            skip_format=skip_format,
+            layer_presets=parse_layer_presets(layer_presets),
+        )
         planned = plan_memory(load_config(model), parse_presets(presets), settings, left)
         stdout().print(tables.geometry_table(planned))
         stdout().print(tables.plan_table(planned))
@@ -179,6 +197,21 @@ def parse_skip_layers(text: str) -> tuple[str | int, ...]:
     """`skip_layers` from "boundary,sliding_window,0,-1" or "none"; the cache checks the words."""
     entries = [] if text.strip() == "none" else [entry.strip() for entry in text.split(",") if entry.strip()]
     return tuple(int(entry) if entry.lstrip("-").isdigit() else entry for entry in entries)
+
+
+def parse_layer_presets(text: str | None) -> dict[int, str] | None:
+    """`layer_presets` from "0=fp8_e4m3,-1=tq3"; raises ValueError on what does not look so.  The cache checks names."""
+    if text is None:
+        return None
+    presets: dict[int, str] = {}
+    for entry in text.split(","):
+        index, _, name = (part.strip() for part in entry.partition("="))
+        if not index.removeprefix("-").isdigit() or not name:
+            raise ValueError(f"expected layer presets such as 0=fp8_e4m3,-1=tq3, got {text!r}")
+        if int(index) in presets:
+            raise ValueError(f"expected one preset per layer, got two for layer {index} in {text!r}")
+        presets[int(index)] = name
+    return presets
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -111,7 +111,9 @@ def geometry_table(plan: MemoryPlan) -> Table:
     table.title = f"{plan.geometry.model_type}: {len(plan.geometry.layers)} cache layers"
     groups: dict[tuple[str, ...], int] = {}
     for layer, layer_plan in zip(plan.geometry.layers, plan.layer_plans, strict=True):
-        stored = "packed" if layer_plan.packed else "16-bit" if layer.num_kv_heads else "-"
+        stored = "16-bit" if layer.num_kv_heads else "-"
+        if layer_plan.preset is not None:
+            stored = layer_plan.preset.name if layer_plan.reason else "packed"
         key = (*_dims(layer), stored, layer_plan.reason)
         groups[key] = groups.get(key, 0) + 1
     for key, count in groups.items():
@@ -125,7 +127,8 @@ def plan_table(plan: MemoryPlan) -> Table:
     table = _table("cache", ">KV bytes", ">GB", ">bits/element", ">smaller")
     settings = plan.settings
     table.title = (
-        f"{settings.context:,} tokens x {settings.batch} sequences, residual_length {settings.residual_length}"
+        f"{settings.context:,} tokens x {settings.batch} sequences, residual_length {settings.residual_length}, "
+        f"sink_tokens {settings.sink_tokens}"
     )
     if plan.memory is not None:
         table.add_column(f"longest context in {plan.memory / 1e9:.2f} GB", justify="right")
