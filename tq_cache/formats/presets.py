@@ -62,7 +62,7 @@ FORMATS: dict[Role, dict[str, Format]] = {
     | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
     "value": _FLOAT8
     | {f"uniform{bits}": Format(f"uniform{bits}", bits, "min_max", UNIFORM[bits]) for bits in (4, 3)}
-    | {f"tq{bits}": Format(f"tq{bits}", bits, "least_squares", GAUSSIAN[bits]) for bits in (4, 3, 2)},
+    | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
 }
 
 
