@@ -8,7 +8,7 @@ import torch
 from tq_kernels.decode.plan import decode
 from tq_kernels.decode.problem import MAX_QUERIES
 from tq_kernels.prefill.attend import prefill
-from tq_kernels.states import LEAST_SQUARES, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
+from tq_kernels.states import MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
 from tq_kernels.store.dequantize import dequantize as dequantize_states
 from tq_kernels.store.quantize import quantize
@@ -32,7 +32,6 @@ _RULES = {
     "per_head": PER_HEAD,
     "norm": NORM,
     "unbiased": UNBIASED,
-    "least_squares": LEAST_SQUARES,
     "min_max": MIN_MAX,
 }
 
