@@ -146,21 +146,15 @@ class States(_States):
         return self.packed.shape[2] * BLOCK_TOKENS
 
     @cached_property
-    def factors(self) -> tuple[torch.Tensor, ...]:
-        """(scale,) or (scale, zero) as kernels read them: float16 per token, or float32 [B, H_kv, 1, 1] for float8."""
-        scale = self.head_scale if self.scale is None else self.scale
-        assert scale is not None
-        return (scale,) if self.zero is None else (scale, self.zero)
-
-    @cached_property
     def tensors(self) -> Tensors:
         return Tensors(*self[:7])
 
     @cached_property
     def read(self) -> Packed:
         """What attention reads of it."""
-        scale, *zero = self.factors
-        return Packed(self.packed, scale, zero[0] if zero else None)
+        scale = self.head_scale if self.scale is None else self.scale
+        assert scale is not None
+        return Packed(self.packed, scale, self.zero)
 
     @cached_property
     def transform(self) -> Transform:

@@ -51,7 +51,7 @@ def test_gives_what_the_growing_cache_gives(name, attention):
     for _ in range(2):  # and again in the same memory
         fixed = forced_logits(model, cache, tokens, mask)
         assert (fixed - growing)[: 4 + 64 + 128 - 140].abs().max() < 1e-4
-        # The step that packs the second block, of 196 tokens, reads it from the packed bits here, and still exact there.
+        # The step that packs the second block, the 196th token's, reads it packed here, and still exact there.
         assert (fixed - growing).square().mean().sqrt() < 0.02 * growing.std()
         cache.reset()
 
