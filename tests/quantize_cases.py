@@ -71,6 +71,8 @@ CASES = (
         "two widths": Case("tq_k4v2", dim=80, value_dim=64, batch=2, heads=2, ends=(64, 65, 70)),
         "float8, centred, smoothed": Case("fp8_e4m3/fp8_e5m2"),
         "uniform, centred": Case("fp8_e5m2/uniform3"),
+        "norm, centred, smoothed": Case("nc4/tq3", dim=80),
+        "norm of 3 bits": Case("nc3/tq2", dim=128, value_dim=96),
     }
 )
 

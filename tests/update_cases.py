@@ -22,6 +22,7 @@ class Case:
     steps: int = 7
     most: int = 132
     dims: tuple[int, int] = (64, 80)
+    heads: int = 2
 
     def storage(self) -> PreallocatedStorage:
         return PreallocatedStorage(PRESETS[self.preset], self.residual_length, self.sink_tokens, self.most, "reference")
@@ -31,7 +32,7 @@ class Case:
 # and a ring that wraps, from a chunk that leaves sinks free, or ends with them.
 CASES = {name: Case(name) for name in ("fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq2")} | {
     f"{residual} and {sinks}": Case(
-        preset, residual, sinks, first=max(sinks - 1, 1), steps=residual + 200, most=residual + 198, dims=(32, 48)
+        preset, residual, sinks, first=max(sinks - 1, 1), steps=residual + 200, most=residual + 198, dims=(32, 48), heads=1
     )
     for preset, residual, sinks in (
         ("tq4", 0, 0), ("tq2", 0, 1), ("k8v4", 0, 4), ("tq4", 64, 1), ("fp8_e4m3", 64, 4), ("tq3", 128, 4),
@@ -39,6 +40,7 @@ CASES = {name: Case(name) for name in ("fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq
 }  # fmt: skip
 CASES["fewer than sinks"] = Case(sink_tokens=140)
 CASES["never packed"] = Case(residual_length=192, sink_tokens=4)
+FAST = ("fp8_e5m2", "k8v4", "3bit_nc", "tq4", "0 and 4", "64 and 4", "fewer than sinks")
 
 
 def differences(case, device="cpu", dtype=torch.float32, step=None):
@@ -53,7 +55,7 @@ def differences(case, device="cpu", dtype=torch.float32, step=None):
     generator = seeded(0)
 
     def tokens(count):
-        return [torch.randn(2, 2, count, dim, generator=generator).to(device, dtype) for dim in case.dims]
+        return [torch.randn(2, case.heads, count, dim, generator=generator).to(device, dtype) for dim in case.dims]
 
     first = tokens(case.first)
     for storage in (ours, theirs):

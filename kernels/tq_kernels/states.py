@@ -15,7 +15,7 @@ BLOCK_TOKENS = 64
 E4M3, E5M2 = (0, 0), (5, 0)  # in place of a table, for codes of 8 bits
 
 # How the stored factor follows from a vector (`tq_cache.formats.presets.Format.scale`).
-PER_HEAD, NORM, UNBIASED, LEAST_SQUARES, MIN_MAX = range(5)
+PER_HEAD, NORM, UNBIASED, MIN_MAX = range(4)
 
 
 class Code(NamedTuple):
@@ -88,7 +88,7 @@ class Coding(NamedTuple):
     """How vectors are coded.
 
     bits:       8, 4, 3 or 2
-    rule:       PER_HEAD (float8), NORM, UNBIASED, LEAST_SQUARES (rotated) or MIN_MAX (not rotated, with a zero)
+    rule:       PER_HEAD (float8), NORM, UNBIASED (both rotated) or MIN_MAX (not rotated, with a zero)
     magnitudes: half of the symmetric codebook, ascending, exact in e4m3; empty for float8
     unit:       what makes the codebook fit data of variance 1
     exponent:   exponent bits of the float8 format: 4 (e4m3) or 5 (e5m2)
@@ -102,7 +102,7 @@ class Coding(NamedTuple):
 
     @property
     def rotated(self) -> bool:
-        return self.rule in (NORM, UNBIASED, LEAST_SQUARES)
+        return self.rule in (NORM, UNBIASED)
 
     @property
     def code(self) -> Code:
@@ -146,21 +146,15 @@ class States(_States):
         return self.packed.shape[2] * BLOCK_TOKENS
 
     @cached_property
-    def factors(self) -> tuple[torch.Tensor, ...]:
-        """(scale,) or (scale, zero) as kernels read them: float16 per token, or float32 [B, H_kv, 1, 1] for float8."""
-        scale = self.head_scale if self.scale is None else self.scale
-        assert scale is not None
-        return (scale,) if self.zero is None else (scale, self.zero)
-
-    @cached_property
     def tensors(self) -> Tensors:
         return Tensors(*self[:7])
 
     @cached_property
     def read(self) -> Packed:
         """What attention reads of it."""
-        scale, *zero = self.factors
-        return Packed(self.packed, scale, zero[0] if zero else None)
+        scale = self.head_scale if self.scale is None else self.scale
+        assert scale is not None
+        return Packed(self.packed, scale, self.zero)
 
     @cached_property
     def transform(self) -> Transform:

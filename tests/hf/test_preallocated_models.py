@@ -42,16 +42,16 @@ def forced_logits(model, cache, tokens: torch.Tensor, mask: torch.Tensor) -> tor
 def test_gives_what_the_growing_cache_gives(name, attention):
     other = "eager" if name == "gpt_oss" else "sdpa"
     model = build(name, other if attention == "other" else attention)
-    tokens = torch.randint(3, model.config.vocab_size, (2, 170), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, model.config.vocab_size, (2, 220), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
-    options = dict(residual_length=64, skip_layers=("sliding_window",))
+    options = dict(residual_length=64, sink_tokens=4, skip_layers=("sliding_window",))
     growing = forced_logits(model, TurboQuantCache(model.config, "tq4", **options), tokens, mask)
-    cache = TurboQuantCache(model.config, "tq4", max_cache_len=170, **options)
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=220, **options)
     for _ in range(2):  # and again in the same memory
         fixed = forced_logits(model, cache, tokens, mask)
-        assert (fixed - growing)[:39].abs().max() < 1e-4
-        # The step that packs a block reads it from the packed bits here, and still exact there.
+        assert (fixed - growing)[: 4 + 64 + 128 - 140].abs().max() < 1e-4
+        # The step that packs the second block, the 196th token's, reads it packed here, and still exact there.
         assert (fixed - growing).square().mean().sqrt() < 0.02 * growing.std()
         cache.reset()
 
@@ -65,7 +65,7 @@ def compile_config() -> CompileConfig:
 @pytest.mark.parametrize("name", MODELS)
 def test_compiles_in_one_graph(name):
     model = build(name, "turboquant")
-    inputs, options = inputs_for(model), dict(residual_length=64, skip_layers=("sliding_window",))
+    inputs, options = inputs_for(model), dict(residual_length=64, sink_tokens=4, skip_layers=("sliding_window",))
     options["max_cache_len"] = 170
     expected = model.generate(**inputs, past_key_values=TurboQuantCache(model.config, "tq4", **options))
     torch._dynamo.reset()
@@ -78,7 +78,8 @@ def test_compiles_in_one_graph(name):
     assert counters["stats"]["unique_graphs"] == 1 + (name in SLIDING)  # one more before the window is full
     assert not counters["graph_break"]
     packed = next(layer for layer in cache.layers if hasattr(layer, "storage"))
-    assert packed.storage.view().packed_length >= 64  # blocks were packed inside the graph
+    view = packed.storage.view()
+    assert view.packed_length >= 64 and view.sink_length == 4  # blocks were packed inside the graph
 
 
 def test_a_step_compiles_with_no_eager_one_before():

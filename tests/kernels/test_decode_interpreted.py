@@ -1,6 +1,7 @@
 """The decode kernels in Triton's interpreter against `reference.attend`.
 
-`python tests/kernels/test_decode_interpreted.py interpret NAME ...` and `... interpret_static` print a line per case.
+`python tests/kernels/test_decode_interpreted.py interpret NAME ...` and `... interpret_static NUMBER ...`, of `STATIC`,
+print a line per case.
 """
 
 import sys
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import CASES, EXACT, STATIC, Case, compare_exact, compare_static, expect, run_kernel
+from decode_cases import CASES, EXACT, FAST_STATIC, STATIC, Case, compare_exact, compare_static, expect, run_kernel
 from error_budget import Roundings, ratios
 from kernel_harness import print_line, run_script
 
@@ -54,20 +55,29 @@ def compare_lengths(*lengths):
     return found
 
 
-def interpret_static():
+def interpret_static(*numbers):
     torch.set_num_threads(1)
-    for case in STATIC:
+    for case in (STATIC[int(number)] for number in numbers):
         print_line(case[0], *compare_static(*case))
     for tokens, queries in EXACT:
         print_line(f"exact {tokens}", *compare_exact(tokens, queries))
     print_line("lengths", *compare_lengths(*LENGTHS))
 
 
-def test_interpreted_static_layer_equals_reference():
-    lines = run_script(__file__, "interpret_static", interpret=True)
-    names = [case[0] for case in STATIC] + [f"exact {tokens}" for tokens, _ in EXACT] + ["lengths"]
+def check_static(first, last):
+    lines = run_script(__file__, "interpret_static", *map(str, range(first, last)), interpret=True)
+    names = [case[0] for case in STATIC[first:last]] + [f"exact {tokens}" for tokens, _ in EXACT] + ["lengths"]
     assert [line[0] for line in lines] == names
     assert all(share <= 1 for line in lines for share in line[1:]), lines
+
+
+def test_interpreted_static_layer_equals_reference():
+    check_static(0, len(FAST_STATIC))
+
+
+@pytest.mark.slow
+def test_interpreted_static_layer_equals_reference_in_all_cases():
+    check_static(len(FAST_STATIC), len(STATIC))
 
 
 def check_interpreted(names):

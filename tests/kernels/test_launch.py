@@ -202,3 +202,23 @@ def test_a_zero_that_lies_otherwise_than_its_scale_is_refused(change):
     tail = torch.empty(2, 2, 64, 64)
     with pytest.raises(ValueError, match="zero"):
         decode(torch.empty(2, 8, 1, 64), key, value, tail, tail, packed_length=256, scaling=0.1)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda x: x.bfloat16(), lambda x: x[:, :1], lambda x: x[..., :32], lambda x: x.mT.contiguous().mT,
+], ids=["dtype", "KV heads", "head_dim", "strides"])  # fmt: skip
+def test_sinks_that_do_not_fit_are_refused(looked_up, wrong):
+    from tq_kernels.decode.plan import decode
+    from tq_kernels.store.update import update
+
+    states = [
+        empty_states(role, fmt, 64) for role, fmt in (("key", PRESETS["tq4"].key), ("value", PRESETS["tq4"].value))
+    ]
+    tail, query, token = (torch.empty(2, heads, n, 64, device="meta") for heads, n in ((2, 64), (8, 1), (2, 1)))
+    sinks = wrong(torch.empty(2, 2, 4, 64, device="meta"))
+    with pytest.raises(ValueError, match="expected sinks like the tail"):
+        decode(query, *states, tail, tail, packed_length=192, scaling=1, sink_tokens=(sinks, sinks))
+    with pytest.raises(ValueError, match="with stride 1 in the last dimension"):
+        count = torch.zeros((), dtype=torch.int64)
+        update(token, token, *states, tail, tail, count, 0, 256, (sinks, sinks))
+    assert not looked_up

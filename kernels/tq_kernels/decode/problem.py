@@ -87,6 +87,8 @@ def check(given: Key, key: Layout, value: Layout) -> None:
         raise ValueError(f"expected one of {QUERY_DTYPES} throughout, got {', '.join(map(str, dtypes))}")
     if (query.strides[3], keys.strides[3], values.strides[3]) != (1, 1, 1):
         raise ValueError("expected query, keys and values whose last dimension is contiguous")
+    _check_sinks(given.sink_keys, keys)
+    _check_sinks(given.sink_values, values)
     counted = given.counts[1] is not None
     if counted and (queries > 1 or tail % BLOCK_TOKENS):
         raise ValueError(
@@ -95,3 +97,14 @@ def check(given: Key, key: Layout, value: Layout) -> None:
     tokens, mask = 1 if counted else given.packed_length + tail, given.mask
     if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
         raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")
+
+
+def _check_sinks(sinks: Signature | None, tail: Signature) -> None:
+    if sinks is None:
+        return
+    found, wanted = ((*x.shape[:2], x.shape[3], x.dtype, x.strides[3]) for x in (sinks, tail))
+    if found != wanted:
+        raise ValueError(
+            f"expected sinks like the tail, {list(tail.shape)} in {tail.dtype} whose last dimension is contiguous, "
+            f"got {list(sinks.shape)} in {sinks.dtype} with strides {sinks.strides}"
+        )

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..states import NORM, UNBIASED
+from ..states import NORM
 from .rotate import matrix_unit
 
-_NORM, _UNBIASED = tl.constexpr(NORM), tl.constexpr(UNBIASED)
+_NORM = tl.constexpr(NORM)
 LARGEST = tl.constexpr(2.0**50)  # larger elements count as this large
 _ROUND = tl.constexpr(1.5 * 2**23)  # a small number plus this is rounded to an integer, in the last bits of the sum
 
@@ -120,17 +120,10 @@ def gaussian_codes(r, inside, VECTORS: tl.constexpr, ARITHMETIC: tl.constexpr):
     index, value = _nearest(size, MAGNITUDES, ARITHMETIC.ptx)
     if inside is not None:
         value = tl.where(inside, value, 0.0)
-    inner, values = square, square
-    if RULE != _NORM:
-        inner = tl.sum(tl.abs(r) * value, 1)
-    if RULE != _UNBIASED:
-        values = tl.sum(value * value, 1)
     if RULE == _NORM:
-        scale = tl.sqrt(square) / tl.sqrt(values)
-    elif RULE == _UNBIASED:
-        scale = square / _divisor(inner)
+        scale = tl.sqrt(square) / tl.sqrt(tl.sum(value * value, 1))
     else:
-        scale = inner / values
+        scale = square / _divisor(tl.sum(tl.abs(r) * value, 1))
     return index, _sign(r), _half(scale * NORMALISE)
 
 
