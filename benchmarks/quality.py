@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
-from tq_cache.tools import baselines, tables
-from tq_cache.tools.cli import parse_caches
+from tq_cache.formats.presets import PRESETS
+from tq_cache.tools import baselines
 from tq_cache.tools.evaluate import EvalRow, EvalSettings, NotRun, evaluate
 from tq_cache.tools.runs import load_model
 from tq_cache.tools.texts import Text, long_windows, read_texts
@@ -28,6 +27,10 @@ from tq_cache.tools.texts import Text, long_windows, read_texts
 # What a row is of: one with the same is replaced.
 IDENTITY = ("model", "preset", "setting", "prefill", "decode", "dtype")
 LENGTHS = (4096, 16384, 32768)
+HEADINGS = (
+    "cache      setting      bytes        KL     +-     99 %   99.9 %     top       ppl  log ppl     +-  greedy "
+    "KL by quarter            recall"
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -98,6 +101,18 @@ def keep(path: Path | None, row: dict[str, Any]) -> None:
     path.write_text(f'{{"rows": [\n  {lines}\n ]}}\n')
 
 
+def line(row: EvalRow | NotRun) -> str:
+    """A row as a line of the table under `HEADINGS`."""
+    name = f"{row.preset:10} {row.setting:10}"
+    if isinstance(row, NotRun):
+        return f"{name} not run: {row.reason}"
+    spread = f"{1e3 * row.kl:9.3f} {1e3 * (row.kl_se or 0):7.3f} {1e3 * row.kl_p99:8.1f} {1e3 * row.kl_p999:8.1f}"
+    loss = f"{row.top1:7.2%} {row.ppl:9.3f} {1e3 * row.dlogppl:8.2f} {1e3 * (row.dlogppl_se or 0):6.2f}"
+    recall = " ".join(f"{kind} {share:.0%}" for kind, share in row.recall_by_kind.items())
+    quarters = "/".join(f"{1e3 * part:.3g}" for part in row.kl_by_quarter)
+    return f"{name} {row.bytes_per_token:7.1f} {spread} {loss} {row.greedy_first:7.1f} {quarters:24} {recall}"
+
+
 def keeper(options: argparse.Namespace, length: int, about: dict[str, str]) -> Callable[[EvalRow | NotRun], None]:
     """The function that keeps a row as soon as it is done, so that a run cut short has kept what it measured."""
     common = {"prefill": length, "decode": options.decode, "dtype": options.dtype, **about}
@@ -107,9 +122,7 @@ def keeper(options: argparse.Namespace, length: int, about: dict[str, str]) -> C
         if isinstance(row, NotRun):
             own["not_run"] = own.pop("reason")
         keep(options.out, {"model": options.name, **own, **common})
-        print(
-            f"{length:6} {row.preset:10} {row.setting:10}", row.reason if isinstance(row, NotRun) else f"{row.kl:.3g}"
-        )
+        print(line(row), flush=True)
 
     return done
 
@@ -118,7 +131,8 @@ def main() -> None:
     options = arguments()
     texts = chosen_texts(options)
     about = machine() | {"commit": commit(options.commit)}
-    caches = parse_caches(options.presets, options.settings)
+    presets = list(PRESETS) if options.presets == "all" else options.presets.split(",")
+    caches = baselines.grid(presets, options.settings.split(","))
     if not options.long and not options.no_peers:
         caches += baselines.peers()
     model, tokenizer = load_model(options.model, getattr(torch, options.dtype))
@@ -133,9 +147,9 @@ def main() -> None:
         rows: Any = texts
         if options.long:
             rows = long_windows(tokenizer, length + options.decode + 1, texts, options.ending)
-        result = evaluate(model, tokenizer, caches, settings, rows, keeper(options, length, about))
-        for table in tables.eval_tables(result):
-            Console(width=140).print(table)
+        print(f"\n{options.name}: {length:,} tokens prefilled, {options.decode} decoded; KL and log ppl in thousandths")
+        print(HEADINGS)
+        evaluate(model, tokenizer, caches, settings, rows, keeper(options, length, about))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The caches that a table compares: ours, the exact one again (the noise floor), transformers' own, KIVI-like ones."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import decoder_config, own_layers
+from ..formats.presets import resolve_preset
 from ..planning.memory import EXACT, EXACT_BYTES
 from .runs import make_cache
 
@@ -46,6 +47,15 @@ def turboquant(preset: str, setting: str, **cache_kwargs: Any) -> Candidate:
     """A `TurboQuantCache` with the arguments of a setting of `SETTINGS`, or with others under another name."""
     arguments = SETTINGS.get(setting, {}) | cache_kwargs
     return Candidate(preset, setting, lambda model: make_cache(model, preset, **arguments))
+
+
+def grid(presets: Sequence[str], settings: Sequence[str]) -> list[Candidate]:
+    """Every preset with every setting; raises ValueError on unknown ones, and unless there is one of each."""
+    if not presets or not settings or set(settings) - set(SETTINGS):
+        wanted, got = ", ".join(SETTINGS), ", ".join(settings)
+        raise ValueError(f"expected presets, and settings of {wanted}; got {len(presets)} presets and {got or 'none'}")
+    names = [resolve_preset(name).name for name in presets]
+    return [turboquant(name, setting) for setting in settings for name in names]
 
 
 def noise_floor() -> list[Candidate]:

@@ -144,7 +144,7 @@ def evaluate(
 ) -> None:
     """KL to the exact cache, perplexity, greedy agreement, recall at depth and true bytes, in float32."""
     with user_errors():
-        caches = parse_caches(presets, settings)
+        caches = baselines.grid(parse_presets(presets), parse_names(settings))
         caches += baselines.peers() if peers else []
         for path in (out, plot):
             if path is not None and not path.parent.is_dir():
@@ -178,18 +178,15 @@ def load_model(path: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]
 
 def parse_presets(text: str) -> list[str]:
     """Preset names from "a,b" or "all"; raises ValueError on unknown ones."""
-    names = list(PRESETS) if text.strip() == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    names = list(PRESETS) if text.strip() == "all" else parse_names(text)
     if not names:
         raise ValueError(f"expected presets of {', '.join(PRESETS)}, or all, got none")
     return [resolve_preset(name).name for name in names]
 
 
-def parse_caches(presets: str, settings: str) -> list[baselines.Candidate]:
-    """The caches of every preset with every setting; raises ValueError on unknown ones."""
-    names = [name.strip() for name in settings.split(",") if name.strip()]
-    if not names or set(names) - set(baselines.SETTINGS):
-        raise ValueError(f"expected settings of {', '.join(baselines.SETTINGS)}, got {settings!r}")
-    return [baselines.turboquant(preset, name) for name in names for preset in parse_presets(presets)]
+def parse_names(text: str) -> list[str]:
+    """What stands between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_skip_layers(text: str) -> tuple[str | int, ...]:

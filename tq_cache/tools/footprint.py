@@ -1,7 +1,7 @@
 """What a cache truly takes: bytes per token of one KV head of a layer, everything it holds counted.
 
-As for a 16-bit model, whatever dtype this one runs in: tokens in the model's dtype are 2 bytes an element.  Packed bits,
-their scales, and calibration are counted as they are.  Room for coming tokens is left out, where it can be told.
+As for a 16-bit model, whatever dtype this one runs in: tokens in the model's dtype are 2 bytes an element.  Packed
+bits, their scales, and calibration are counted as they are.  Room for coming tokens is left out, where it can be told.
 """
 
 from collections.abc import Mapping, Sequence
