@@ -203,11 +203,11 @@ def plotting() -> Any:
 
 @dataclass(frozen=True)
 class _Reference:
-    """A group of texts: `ids` int64 [N, context + decode + 1], exact log-probabilities [N, decode, vocabulary] behind
-    the context, and its prompts with the exact greedy tokens behind them (None: not asked for)."""
+    """A group of texts: `ids` int64 [N, context + decode + 1], exact logits [N, decode, vocabulary] behind the
+    context, and its prompts with the exact greedy tokens behind them (None: not asked for)."""
 
     ids: torch.Tensor
-    log_probs: torch.Tensor
+    logits: torch.Tensor
     greedy: torch.Tensor | None
 
 
@@ -266,9 +266,9 @@ def _reference(model: Any, ids: torch.Tensor, settings: EvalSettings) -> _Refere
     context, chunk = settings.context, settings.prefill_chunk
     cache = make_cache(model, None)
     prefill(model, ids[:, :context], cache, chunk)
-    log_probs = torch.cat(list(decode(model, ids, context, settings.chunk, cache)), dim=1)
+    logits = torch.cat(list(decode(model, ids, context, settings.chunk, cache)), dim=1)
     greedy = greedy_tokens(model, ids[:, :context], settings.greedy, chunk) if settings.greedy else None
-    return _Reference(ids, log_probs, greedy)
+    return _Reference(ids, logits, greedy)
 
 
 def _measure(
@@ -284,7 +284,7 @@ def _measure(
         cache = candidate.make(model)
         prefill(model, reference.ids[:, :context], cache, settings.prefill_chunk)
         branch = copy.deepcopy(cache) if reference.greedy is not None else None  # the same prompt, other tokens behind
-        measured.parts.append(decode_scores(model, reference.ids, context, chunk, cache, reference.log_probs))
+        measured.parts.append(decode_scores(model, reference.ids, context, chunk, cache, reference.logits))
         measured.footprints.append((len(reference.ids), footprint(cache, model.config, len(reference.ids))))
         if branch is not None and reference.greedy is not None:
             measured.agreements.append(agreement(model, reference.greedy, context, chunk, branch))

@@ -41,7 +41,7 @@ def agreement(model: Any, ids: torch.Tensor, start: int, chunk: int, cache: Any)
 
     The first of them follows from the prefill, whose attention is exact, and is the same for every cache.
     """
-    tops = [log_probs.argmax(dim=-1) for log_probs in decode(model, ids, start, chunk, cache)]
+    tops = [logits.argmax(dim=-1) for logits in decode(model, ids, start, chunk, cache)]
     given = ids[:, start : start + 1]
     return compare((torch.cat([given, *tops], dim=1) == ids[:, start:]).cpu())
 

@@ -27,12 +27,16 @@ class TokenScores:
         return cls(*[torch.cat(column, dim=dim) for column in columns])
 
 
-def score(log_probs: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Log-probabilities [N, T, vocabulary] against exact ones, and on `targets` int64 [N, T]."""
-    kl = (exact.exp() * (exact - log_probs)).sum(dim=-1)
-    same = log_probs.argmax(dim=-1) == exact.argmax(dim=-1)
+def score(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+    """Logits [N, T, vocabulary] against exact ones, and on `targets` int64 [N, T].
+
+    In float64: in float32 the sum over a vocabulary rounds to 1e-8, as much as a good cache is away.
+    """
+    log_probs, wanted = (x.double().log_softmax(dim=-1) for x in (logits, exact))
+    kl = (wanted.exp() * (wanted - log_probs)).sum(dim=-1)
+    same = logits.argmax(dim=-1) == exact.argmax(dim=-1)
     loss = -log_probs.gather(-1, targets[..., None])[..., 0]
-    return TokenScores(*[x.double().cpu() for x in (kl, same, loss)])
+    return TokenScores(kl.cpu(), same.double().cpu(), loss.cpu())
 
 
 @torch.inference_mode()
@@ -49,12 +53,12 @@ def prefill(model: Any, ids: torch.Tensor, cache: Any, chunk: int | None = None)
 
 @torch.inference_mode()
 def decode(model: Any, ids: torch.Tensor, start: int, chunk: int, cache: Any) -> Iterator[torch.Tensor]:
-    """Log-probabilities, float32 [N, up to chunk, vocabulary], of tokens start + 1 .. T - 1 of `ids` int64 [N, T].
+    """Logits, float32 [N, up to chunk, vocabulary], of tokens start + 1 .. T - 1 of `ids` int64 [N, T].
 
     `cache` holds the first `start` tokens; the others go through `chunk` at a time.
     """
     for part in ids[:, start:-1].split(chunk, dim=1):
-        yield model(part, past_key_values=cache).logits.float().log_softmax(dim=-1)
+        yield model(part, past_key_values=cache).logits.float()
 
 
 def decode_scores(
@@ -62,8 +66,8 @@ def decode_scores(
 ) -> TokenScores:
     """`decode`, scored against `exact` [N, T - 1 - start, vocabulary] as it comes: no second copy of all logits."""
     parts, place = [], start
-    for log_probs in decode(model, ids, start, chunk, cache):
-        end = place + log_probs.shape[1]
-        parts.append(score(log_probs, exact[:, place - start : end - start], ids[:, place + 1 : end + 1]))
+    for logits in decode(model, ids, start, chunk, cache):
+        end = place + logits.shape[1]
+        parts.append(score(logits, exact[:, place - start : end - start], ids[:, place + 1 : end + 1]))
         place = end
     return TokenScores.cat(parts, dim=1)
