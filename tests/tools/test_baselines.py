@@ -83,10 +83,7 @@ def test_true_bytes_of_packed_tokens():
     packed = storage.view().packed_length
     assert 0 < packed < 320
     calibration = sum(
-        x.nbytes
-        for states in (storage.key, storage.value)
-        for x in (states.calibration.center, states.calibration.smooth)
-        if x is not None
+        x.nbytes for states in (storage.key, storage.value) for x in vars(states.calibration).values() if x is not None
     )
     wanted = 4 * (packed * cache.preset.token_bytes(64, 64) + (320 - packed) * 256) + calibration
     assert layer_bytes(cache.layers[1]) == pytest.approx(wanted)
