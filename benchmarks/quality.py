@@ -44,8 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="leave out the noise floor and the caches of others")
     parser.add_argument("--prefill", type=int, default=1024)
     parser.add_argument("--decode", type=int, help="256, with --long 512; as many greedy tokens")
-    parser.add_argument("--cases", type=int, default=2, help="recall cases per kind and depth")
-    parser.add_argument("--group", type=int, default=12, help="texts or recall cases at once (with --long 1)")
+    parser.add_argument("--cases", type=int, help="recall cases per kind and depth: 2, with --long 1")
+    parser.add_argument("--group", type=int, help="texts or recall cases at once: 12, with --long 1")
     parser.add_argument("--prefill-chunk", type=int, help="tokens of a prompt a forward, where one takes too much")
     parser.add_argument("--dtype", default="float32", help="float32 shows what the cache does and not the rounding")
     parser.add_argument("--long", action="store_true")
@@ -57,6 +57,8 @@ def arguments() -> argparse.Namespace:
     options.presets = options.presets or ("tq4,tq3,tq2" if options.long else "all")
     options.settings = options.settings or ("default" if options.long else "default,all_packed")
     options.decode = options.decode or (512 if options.long else 256)
+    options.cases = (1 if options.long else 2) if options.cases is None else options.cases
+    options.group = options.group or (1 if options.long else 12)
     return options
 
 
@@ -141,7 +143,7 @@ def main() -> None:
             *(length, options.decode),
             cases=options.cases,
             greedy=options.decode,
-            group=1 if options.long else options.group,
+            group=options.group,
             prefill_chunk=options.prefill_chunk,
         )
         rows: Any = texts

@@ -114,7 +114,8 @@ def test_agreement_stops_at_the_first_difference():
 def test_the_first_difference_is_that_of_two_greedy_runs(tiny):
     """Where a run of its own, a token a forward, parts from the exact one."""
     prompts = torch.randint(1, 97, (4, 132))  # 0 is padding to generate
-    ids = greedy_tokens(tiny, prompts, 24)
+    cache = make_cache(tiny, None)
+    ids = greedy_tokens(tiny, prompts, prefill(tiny, prompts, cache), cache, 24)
     with torch.no_grad():
         own = tiny.generate(prompts, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         assert torch.equal(ids, own)

@@ -263,11 +263,11 @@ class _Measured:
 
 def _reference(model: Any, ids: torch.Tensor, settings: EvalSettings) -> _Reference:
     """With `DynamicCache`: what every row is compared with."""
-    context, chunk = settings.context, settings.prefill_chunk
-    cache = make_cache(model, None)
-    prefill(model, ids[:, :context], cache, chunk)
-    logits = torch.cat(list(decode(model, ids, context, settings.chunk, cache)), dim=1)
-    greedy = greedy_tokens(model, ids[:, :context], settings.greedy, chunk) if settings.greedy else None
+    prompts, cache = ids[:, : settings.context], make_cache(model, None)
+    behind = prefill(model, prompts, cache, settings.prefill_chunk)
+    branch = copy.deepcopy(cache)
+    logits = torch.cat(list(decode(model, ids, settings.context, settings.chunk, cache)), dim=1)
+    greedy = greedy_tokens(model, prompts, behind, branch, settings.greedy) if settings.greedy else None
     return _Reference(ids, logits, greedy)
 
 

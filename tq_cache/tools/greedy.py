@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
-from .scores import decode, prefill
+from .scores import decode
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,12 @@ class Agreement:
 
 
 @torch.inference_mode()
-def greedy_tokens(model: Any, prompts: torch.Tensor, count: int, prefill_chunk: int | None = None) -> torch.Tensor:
-    """`prompts` int64 [N, P] and, behind, the `count` most likely tokens, one after the other; no token ends a text."""
-    cache = DynamicCache(config=model.config)
-    tokens = [prefill(model, prompts, cache, prefill_chunk).argmax(dim=-1, keepdim=True)]
+def greedy_tokens(model: Any, prompts: torch.Tensor, logits: torch.Tensor, cache: Any, count: int) -> torch.Tensor:
+    """`prompts` int64 [N, P] and, behind, the `count` most likely tokens, one after the other; no token ends a text.
+
+    `cache` holds the prompts, `logits` [N, vocabulary] are those behind their last tokens.
+    """
+    tokens = [logits.argmax(dim=-1, keepdim=True)]
     while len(tokens) < count:
         tokens.append(model(tokens[-1], past_key_values=cache).logits[:, -1].argmax(dim=-1, keepdim=True))
     return torch.cat([prompts, *tokens], dim=1)

@@ -63,7 +63,9 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto") -> tuple[Any
     """
     source, options = _source(Path(path))
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    if "gguf_file" in options and loading["missing_keys"]:  # transformers draws them at random
+        raise ValueError(f"expected all weights in {Path(path).name}, found none of {sorted(loading['missing_keys'])}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
