@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from transformers import LlamaConfig
@@ -85,13 +86,24 @@ def test_plan_of_layers_with_presets_of_their_own(tmp_path):
 
 def test_eval_writes_json_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    small = ["--context", 200, "--decode", 24, "--texts", 1, "--cases", 1]
+    small = ["--context", 200, "--decode", 24, "--num-texts", 1, "--cases", 1, "--greedy", 4]
     files = ["--out", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
-    output = run("eval", "--presets", "k8v4", *small, *files).output
-    assert "16-bit" in output and "k8v4" in output and "recall 50%" in output
+    output = run("eval", "--presets", "k8v4", "--settings", "default,all_packed", *small, *files).output
+    assert "16-bit" in output and "k8v4" in output and "recall 50%" in output and "of 4 tokens" in output
     result = json.loads((tmp_path / "r.json").read_text())
-    assert [row["name"] for row in result["rows"]] == ["16-bit", "k8v4"]
+    names = [(row["preset"], row["setting"]) for row in result["rows"]]
+    assert names == [("16-bit", "default"), ("k8v4", "default"), ("k8v4", "all_packed")]
+    assert result["model"] == str(EMBEDDED_MODEL)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval_says_what_was_not_run(tmp_path):
+    (tmp_path / "t.json").write_text(json.dumps([{"name": "a", "text": "Mira was the baker of Belmar. " * 30}]))
+    small = ["--context", 100, "--decode", 8, "--cases", 0, "--greedy", 0, "--texts", tmp_path / "t.json"]
+    output = run("eval", "--presets", "tq4", "--peers", *small).output
+    assert "kivi2" in output and "eager" in output and "quanto4" in output
+    if find_spec("optimum") is None:
+        assert "not run: quanto4, default: ImportError: You need to install optimum-quanto" in output
 
 
 @pytest.mark.parametrize(
@@ -119,6 +131,9 @@ def test_eval_writes_json_and_plot(tmp_path):
         (["generate", "--prompt", "x", "--layer-presets", "0=foo"], "for layer 0 in layer_presets, got 'foo'"),
         (["eval", "--out", "/nowhere/r.json"], "expected a folder"),
         (["eval", "--decode", "0"], "expected context, decode"),
+        (["eval", "--settings", "best"], "settings of default, all_packed; got 5 presets and best"),
+        (["eval", "--texts", "/nowhere"], "expected a text file in UTF-8"),
+        (["eval", "--model", "/nowhere/m.gguf"], "expected a GGUF file, got '/nowhere/m.gguf'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message):

@@ -8,8 +8,12 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from tq_cache import TurboQuantCache
-from tq_cache.tools.evaluate import EvalSettings, decode_logits, evaluate, recalls, steps, text_scores
+from tq_cache.tools.baselines import Candidate, noise_floor, turboquant
+from tq_cache.tools.evaluate import EvalSettings, evaluate
+from tq_cache.tools.greedy import agreement, compare, greedy_tokens
+from tq_cache.tools.recall import RecallCase, recall_cases, recalled, shares
 from tq_cache.tools.runs import demo_case, encode, generate, load_model, make_cache, run_demo
+from tq_cache.tools.scores import decode, decode_scores, prefill, score
 
 SKIP = ("sliding_window",)
 
@@ -22,45 +26,109 @@ def tiny():
     return Qwen3ForCausalLM(config).eval()
 
 
-def test_text_scores_of_known_distributions():
-    exact = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]).log()
-    other = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]]).log()
-    loss, kl, top1 = text_scores(other, exact, torch.tensor([1, 1]))
-    assert loss == pytest.approx(-(math.log(0.5) + math.log(0.8)) / 2)
-    assert kl == pytest.approx((0.5 * math.log(2) + 0.25 * math.log(0.5)) / 2)
-    assert top1 == 0.5
-    assert text_scores(exact, exact, torch.tensor([0, 1]))[1:] == (0.0, 1.0)
+def decoded(model, ids, start, chunk, cache, prefill_chunk=None):
+    """Logits of tokens start + 1 .. T - 1."""
+    prefill(model, ids[:, :start], cache, prefill_chunk)
+    return torch.cat(list(decode(model, ids, start, chunk, cache)), dim=1)
+
+
+def test_scores_of_known_distributions():
+    exact = torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]]).log()
+    other = torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]]]).log()
+    found = score(other + 3, exact - 2, torch.tensor([[1, 1]]))  # logits: a constant is nothing
+    assert found.loss.tolist() == [pytest.approx([-math.log(0.5), -math.log(0.8)])]
+    assert found.kl.tolist() == [pytest.approx([0.5 * math.log(2) + 0.25 * math.log(0.5), 0], abs=1e-7)]
+    assert found.same.tolist() == [[0, 1]]
+    assert score(exact, exact, torch.tensor([[0, 1]])).kl.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_decode_logits_are_those_of_one_forward(tiny, chunk):
-    ids = torch.randint(0, 97, (61,))
-    logits = decode_logits(tiny, ids, 40, chunk, DynamicCache(config=tiny.config))
+@pytest.mark.parametrize("prefill_chunk", [None, 16])
+def test_decoded_logits_are_those_of_one_forward(tiny, chunk, prefill_chunk):
+    ids = torch.randint(0, 97, (2, 61))
+    logits = decoded(tiny, ids, 40, chunk, DynamicCache(config=tiny.config), prefill_chunk)
     with torch.no_grad():
-        whole = tiny(ids[None]).logits[0]
-    torch.testing.assert_close(logits, whole[40:60], atol=1e-4, rtol=1e-4)
+        whole = tiny(ids).logits
+    torch.testing.assert_close(logits, whole[:, 40:60], atol=1e-4, rtol=1e-4)
+
+
+def test_scores_in_chunks_are_those_of_all_logits(tiny):
+    """Also where the exact logits came in other chunks."""
+    ids = torch.randint(0, 97, (2, 61))
+    everything = {"residual_length": 0, "skip_layers": ()}
+    exact = decoded(tiny, ids, 40, 16, make_cache(tiny, None))
+    packed = decoded(tiny, ids, 40, 7, make_cache(tiny, "tq2", **everything))
+    whole = score(packed, exact, ids[:, 41:])
+    cache = make_cache(tiny, "tq2", **everything)
+    prefill(tiny, ids[:, :40], cache)
+    parts = decode_scores(tiny, ids, 40, 7, cache, exact)
+    for name in ("kl", "same", "loss"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
 
 
 def test_only_positions_that_read_packed_keys_differ(tiny):
     """With nothing packed before the decode a cache changes nothing; packed at once it does, from the first one on."""
-    ids = torch.randint(0, 97, (80,))
-    exact = decode_logits(tiny, ids, 64, 1, make_cache(tiny, None))
-    kept = decode_logits(tiny, ids, 64, 1, make_cache(tiny, "tq2", residual_length=128, skip_layers=()))
-    packed = decode_logits(tiny, ids, 64, 1, make_cache(tiny, "tq2", residual_length=0, skip_layers=()))
+    ids = torch.randint(0, 97, (1, 148))
+    packed_at_once = {"residual_length": 0, "skip_layers": ()}
+    exact = decoded(tiny, ids, 132, 1, make_cache(tiny, None))
+    kept = decoded(tiny, ids, 132, 1, make_cache(tiny, "tq2", residual_length=256, skip_layers=()))
+    packed = decoded(tiny, ids, 132, 1, make_cache(tiny, "tq2", **packed_at_once))
     torch.testing.assert_close(kept, exact, atol=1e-4, rtol=1e-4)
     assert (packed - exact).abs().amax(dim=-1).min() > 1e-4
 
 
 def test_recall_forces_the_answer(tiny):
-    """Right at every position, or not recalled; the model's own greedy continuation always is."""
-    prompt = torch.randint(0, 97, (50,))
+    """Right at every position, or not recalled; the model's own greedy continuation always is.  As a batch."""
+    prompts = torch.randint(1, 97, (2, 50))  # 0 is padding to generate
     with torch.no_grad():
-        out = tiny.generate(prompt[None], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)[0]
-    assert recalls(tiny, out, 6, make_cache(tiny, None))
-    for wrong in (50, 53, 55):
-        changed = out.clone()
-        changed[wrong] = (changed[wrong] + 1) % 97
-        assert not recalls(tiny, changed, 6, make_cache(tiny, None))
+        out = tiny.generate(prompts, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+    answers = [out[0][50:], out[1][50:54]]  # of other lengths
+    cases = [RecallCase("copy", 0.5, row[:50], answer) for row, answer in zip(out, answers, strict=True)]
+    assert recalled(tiny, cases, make_cache(tiny, None)) == [True, True]
+    for wrong in (0, 3):
+        for index, case in enumerate(cases):
+            changed = list(case.answer)
+            changed[wrong] = (changed[wrong] + 1) % 97
+            other = [RecallCase("copy", 0.5, case.prompt, changed) if x is case else x for x in cases]
+            assert recalled(tiny, other, make_cache(tiny, None)) == [index != 0, index != 1]
+
+
+def test_recall_prompts_are_equally_long_and_hold_the_fact(embedded):
+    tokenizer = embedded[1]
+    cases = recall_cases(tokenizer, 200, ("passkey", "recall"), (0.0, 0.9), 2, 0)
+    assert [(x.kind, x.depth) for x in cases[::2]] == [
+        *[("passkey", 0.0), ("recall", 0.0), ("passkey", 0.9), ("recall", 0.9)]
+    ]
+    assert len({len(x.prompt) for x in cases}) == 1 and 150 < len(cases[0].prompt) <= 202
+    assert all(tokenizer.decode(x.answer).strip() in tokenizer.decode(x.prompt) for x in cases)
+    assert recall_cases(tokenizer, 200, ("passkey",), (0.5,), 0, 0) == []
+    assert shares(["a", "b", "a"], [True, False, False]) == {"a": 0.5, "b": 0.0}
+
+
+def test_agreement_stops_at_the_first_difference():
+    same = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    found = compare(same)
+    assert found.first.tolist() == [2, 4, 1] and found.same.tolist() == [0.75, 1, 0.25]
+
+
+def test_the_first_difference_is_that_of_two_greedy_runs(tiny):
+    """Where a run of its own, a token a forward, parts from the exact one."""
+    prompts = torch.randint(1, 97, (4, 132))  # 0 is padding to generate
+    cache = make_cache(tiny, None)
+    ids = greedy_tokens(tiny, prompts, prefill(tiny, prompts, cache), cache, 24)
+    with torch.no_grad():
+        own = tiny.generate(prompts, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert torch.equal(ids, own)
+        cache = make_cache(tiny, "tq2", residual_length=0, skip_layers=())
+        free = tiny.generate(
+            prompts, past_key_values=cache, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0
+        )
+    cache = make_cache(tiny, "tq2", residual_length=0, skip_layers=())
+    prefill(tiny, prompts, cache)
+    assert agreement(tiny, ids, 132, 1, cache).first.tolist() == compare((free == ids)[:, 132:]).first.tolist()
+    exact = make_cache(tiny, None)
+    prefill(tiny, prompts, exact)
+    assert agreement(tiny, ids, 132, 7, exact).first.tolist() == [24] * 4
 
 
 def test_make_cache_sets_the_attention_that_goes_with_it(tiny):
@@ -73,19 +141,21 @@ def test_make_cache_sets_the_attention_that_goes_with_it(tiny):
 def test_evaluate_embedded_model(embedded, tmp_path):
     model, tokenizer = embedded
     settings = EvalSettings(
-        *(320, 32), texts=1, cases=1, depths=(0.2, 0.8), kinds=("passkey",), residual_length=0, skip_layers=SKIP
+        *(320, 32), texts=2, cases=1, depths=(0.2, 0.8), kinds=("passkey",), residual_length=0, greedy=8, group=1
     )
     calls = []
-    result = evaluate(model, tokenizer, ["fp8_e4m3", "tq2"], settings, advance=lambda: calls.append(None))
-    assert len(calls) == steps(["fp8_e4m3", "tq2"], settings)
+    result = evaluate(model, tokenizer, ["fp8_e4m3", "tq2"], settings, advance=calls.append)
+    assert calls == list(result.rows)
     exact, fine, coarse = result.rows
-    assert (exact.name, exact.kl, exact.top1, exact.bits_per_element) == ("16-bit", 0.0, 1.0, 16.0)
-    assert exact.recall == {"0.2": 1.0, "0.8": 1.0}
-    assert fine.recall == exact.recall
+    assert (exact.name, exact.kl, exact.kl_se, exact.top1, exact.dlogppl) == ("16-bit", 0, 0, 1, 0)
+    assert exact.recall == {"0.2": 1.0, "0.8": 1.0} and exact.recall_by_kind == {"passkey": 1.0}
+    assert fine.recall == exact.recall and fine.setting == "given"
     assert 0 < fine.kl < 0.01 and 2 * fine.kl < coarse.kl < 1
-    assert fine.perplexity == pytest.approx(exact.perplexity, rel=0.02)
-    assert 1 < exact.perplexity < 20
-    assert 8 < fine.bits_per_element < 8.2 and 2 < coarse.bits_per_element < 2.6
+    assert fine.kl < fine.kl_p99 <= fine.kl_p999 and sum(fine.kl_by_quarter) / 4 == pytest.approx(fine.kl)
+    assert fine.ppl == pytest.approx(exact.ppl, rel=0.02) and 1 < exact.perplexity < 20
+    assert fine.dlogppl == pytest.approx(math.log(fine.ppl / exact.ppl))
+    assert exact.greedy_agreement == 1 and fine.greedy_first >= coarse.greedy_first and fine.texts == 2
+    assert exact.bytes_per_token == 256 and coarse.bytes_per_token < fine.bytes_per_token < 256
     result.save_json(tmp_path / "result.json")
     saved = json.loads((tmp_path / "result.json").read_text())
     assert saved["rows"][2]["kl"] == coarse.kl and saved["settings"]["context"] == 320
@@ -94,14 +164,45 @@ def test_evaluate_embedded_model(embedded, tmp_path):
     assert (tmp_path / "result.png").stat().st_size > 10_000
 
 
-def test_text_of_the_user(embedded):
+def test_texts_in_groups_are_those_at_once(embedded):
     model, tokenizer = embedded
-    settings = EvalSettings(64, 16, texts=2, cases=0, skip_layers=SKIP)
-    text = "Mira was the baker of Belmar. " * 100
-    result = evaluate(model, tokenizer, [], settings, text)
-    assert result.rows[0].recall == {} and result.rows[0].perplexity < 3
-    with pytest.raises(ValueError, match="expected a text of 2 x 81 tokens or more, got"):
-        evaluate(model, tokenizer, [], settings, "too short")
+    at_once, one = (
+        evaluate(model, tokenizer, ["tq4"], EvalSettings(128, 16, texts=3, cases=0, residual_length=0, group=group))
+        for group in (3, 2)
+    )
+    assert one.rows[1].kl == pytest.approx(at_once.rows[1].kl, rel=1e-2)
+    assert one.rows[1].bytes_per_token == pytest.approx(at_once.rows[1].bytes_per_token)
+
+
+def test_the_noise_floor_is_rounding(embedded):
+    model, tokenizer = embedded
+    result = evaluate(model, tokenizer, noise_floor(), EvalSettings(128, 32, texts=1, cases=0, greedy=8))
+    for row in result.rows[1:]:
+        assert 0 < row.kl < 1e-8 and row.top1 == 1 and row.greedy_agreement == 1
+        assert row.kl_se is None and abs(row.dlogppl) < 1e-5
+
+
+def test_what_cannot_run_is_listed_with_its_reason(embedded):
+    model, tokenizer = embedded
+
+    def broken(model):
+        raise ImportError("no such\npackage")
+
+    settings = EvalSettings(64, 16, texts=1, cases=0)
+    rows = []
+    result = evaluate(model, tokenizer, [Candidate("a", "b", broken, foreign=True)], settings, advance=rows.append)
+    assert len(result.rows) == 1 and rows[1] is result.not_run[0]
+    assert (result.not_run[0].preset, result.not_run[0].reason) == ("a", "ImportError: no such package")
+    with pytest.raises(ImportError):  # one of ours is no row but an error
+        evaluate(model, tokenizer, [Candidate("a", "b", broken)], settings)
+
+
+@pytest.mark.filterwarnings("ignore:no layer of this model will be packed")
+def test_a_setting_leaves_the_rest_to_the_constructor(tiny):
+    own, packed = (turboquant("tq4", setting).make(tiny) for setting in ("default", "all_packed"))
+    assert [plan.packed for plan in own.plans] == [plan.packed for plan in TurboQuantCache(tiny.config, "tq4").plans]
+    assert all(plan.packed for plan in packed.plans) and packed.layers[0].storage.residual_length == 0
+    assert EvalSettings().cache_kwargs == {} and EvalSettings(skip_layers=()).cache_kwargs == {"skip_layers": ()}
 
 
 def test_bad_settings():

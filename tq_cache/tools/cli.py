@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,10 @@ from ..backends.hardware import detect
 from ..formats.presets import PRESETS, resolve_preset
 from ..planning.geometry import load_config
 from ..planning.memory import PlanSettings, parse_memory, plan_memory
+from . import baselines, tables
 from . import evaluate as quality
 from . import runs as demo_runs
-from . import tables
+from .texts import read_texts
 
 app = typer.Typer(
     name="tq-cache",
@@ -141,34 +143,41 @@ def plan(
 @app.command("eval")
 def evaluate(
     presets: Presets = "fp8_e4m3,k8v4,4bit_nc,tq4,tq3",
-    model: Model = demo_runs.EMBEDDED_MODEL,
+    model: Annotated[
+        Path, typer.Option(help="A model folder or a GGUF file; the embedded model if left out.", show_default=False)
+    ] = demo_runs.EMBEDDED_MODEL,
+    settings: Annotated[str, typer.Option(help="Of each preset: default, all_packed, with commas.")] = "default",
+    peers: Annotated[bool, typer.Option(help="Also the noise floor, transformers' own caches and KIVI.")] = False,
     context: Annotated[int, typer.Option(help="Tokens prefilled, of texts and of recall prompts.")] = 1024,
     decode: Annotated[int, typer.Option(help="Tokens decoded per text.")] = 256,
-    texts: Annotated[int, typer.Option(help="How many texts.")] = 2,
+    texts: Annotated[
+        Path | None, typer.Option(help="Measure on these rather than on stories: a text, or .json of {name, text}.")
+    ] = None,
+    num_texts: Annotated[int, typer.Option(help="How many stories, or windows of one text.")] = 2,
     cases: Annotated[int, typer.Option(help="Recall cases per kind and depth; 0 for none.")] = 4,
-    text_file: Annotated[Path | None, typer.Option(help="Measure on this text rather than on stories.")] = None,
-    residual_length: Residual = 128,
-    skip_layers: Skip = DEFAULT_SKIP,
+    greedy: Annotated[int, typer.Option(help="Greedy tokens to agree with; 0 for none.")] = 256,
+    group: Annotated[int, typer.Option(help="Texts or recall cases at once, as memory allows.")] = 12,
     out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here.")] = None,
 ) -> None:
-    """Perplexity, KL to the 16-bit cache, top-1 agreement and recall at depth, in float32."""
+    """KL to the exact cache, perplexity, greedy agreement, recall at depth and true bytes, in float32."""
     with user_errors():
-        names, skip = parse_presets(presets), parse_skip_layers(skip_layers)
+        caches = baselines.grid(parse_presets(presets), parse_names(settings))
+        caches += baselines.peers() if peers else []
         for path in (out, plot):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"expected a folder for {str(path)!r}, there is none; make it first")
         if plot is not None:
             quality.plotting()  # missing matplotlib is better known before the measuring than after
-        settings = quality.EvalSettings(
-            *(context, decode), texts=texts, cases=cases, residual_length=residual_length, skip_layers=skip
-        )
-        text = None if text_file is None else read_text(text_file)
+        measure = quality.EvalSettings(context, decode, texts=num_texts, cases=cases, greedy=greedy, group=group)
+        text = None if texts is None else read_texts(texts)
         # float32, so that KL shows what the cache does and not the rounding of the model
         language_model, tokenizer = load_model(model, torch.float32)
-        with progress("measuring", quality.steps(names, settings)) as advance:
-            result = quality.evaluate(language_model, tokenizer, names, settings, text, advance)
-        stdout().print(tables.eval_table(result))
+        with progress("measuring", len(caches) + 1) as advance:
+            result = quality.evaluate(language_model, tokenizer, caches, measure, text, lambda row: advance())
+        result = replace(result, model=str(model))  # a GGUF's config knows its folder alone
+        for table in tables.eval_tables(result):
+            stdout().print(table)
         if out is not None:
             result.save_json(out)
         if plot is not None:
@@ -187,10 +196,15 @@ def load_model(path: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]
 
 def parse_presets(text: str) -> list[str]:
     """Preset names from "a,b" or "all"; raises ValueError on unknown ones."""
-    names = list(PRESETS) if text.strip() == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    names = list(PRESETS) if text.strip() == "all" else parse_names(text)
     if not names:
         raise ValueError(f"expected presets of {', '.join(PRESETS)}, or all, got none")
     return [resolve_preset(name).name for name in names]
+
+
+def parse_names(text: str) -> list[str]:
+    """What stands between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_skip_layers(text: str) -> tuple[str | int, ...]:

@@ -1,26 +1,26 @@
-"""Quality of a cache: perplexity, KL to the 16-bit cache, top-1 agreement, recall at depth.
+"""Quality of caches, each against the exact one: KL, perplexity, greedy agreement, recall at depth, and true bytes.
 
-Only positions decoded under the cache count: a prefill sees exact keys and values.  Every text is prefilled in one
-forward and then decoded in small chunks; every recall case is prefilled up to its question, and its answer is forced
-token by token.
+All texts go through as a batch: the prompt in one forward under the cache, which sees exact keys and values, then the
+rest in forwards of a few tokens.  Only those count.  Exact logits and greedy tokens are computed once and kept.
 """
 
+import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..formats.presets import resolve_preset
-from ..planning.memory import EXACT, PlanSettings, cache_bytes, model_geometry
-from .runs import encode, make_cache
-from .tasks import build_case, heldout_text
-
-# Tokens at a recall prompt's end that are decoded rather than prefilled, so that the question reads the packed cache.
-QUESTION_TOKENS = 32
+from . import estimates, recall
+from .baselines import Candidate, exact, turboquant
+from .footprint import Footprint, footprint
+from .greedy import Agreement, agreement, greedy_tokens
+from .runs import make_cache
+from .scores import TokenScores, decode, decode_scores, prefill
+from .texts import Text, windows
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,12 @@ class EvalSettings:
     """What is measured.
 
     context, decode: tokens prefilled, and tokens then decoded, per text; `chunk` tokens a forward
-    texts:           how many texts
-    cases:           recall cases per kind and depth; each prompt has `context` tokens
-    residual_length, skip_layers, boundary_layers: of the caches (`TurboQuantCache`)
+    texts:           how many texts, unless a list of them is given
+    cases:           recall cases per kind and depth; each prompt has about `context` tokens
+    greedy:          tokens of the exact cache's greedy continuation to agree with; 0 for none
+    group:           texts, or recall cases, that go through at once
+    prefill_chunk:   tokens of a prompt a forward, where it does not fit in one; None: all
+    residual_length, skip_layers, boundary_layers: of caches that are given by name; None: `TurboQuantCache`'s defaults
     """
 
     context: int = 1024
@@ -40,60 +43,108 @@ class EvalSettings:
     cases: int = 4
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
     kinds: tuple[str, ...] = ("passkey", "recall")
-    residual_length: int = 128
-    skip_layers: tuple[str | int, ...] = ("boundary", "sliding_window")
-    boundary_layers: int = 2
+    residual_length: int | None = None
+    skip_layers: tuple[str | int, ...] | None = None
+    boundary_layers: int | None = None
     seed: int = 0
+    greedy: int = 0
+    group: int = 12
+    prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.context, self.decode, self.chunk, self.texts) < 1 or self.cases < 0:
-            raise ValueError("expected context, decode, chunk and texts of 1 or more and cases of 0 or more")
+        least = min(self.context, self.decode, self.chunk, self.texts, self.group)
+        if least < 1 or self.cases < 0 or self.greedy < 0 or (self.prefill_chunk or 1) < 1:
+            raise ValueError(
+                "expected context, decode, chunk, texts, group and prefill_chunk of 1 or more and cases and greedy of "
+                "0 or more"
+            )
 
     @property
     def cache_kwargs(self) -> dict[str, Any]:
-        return {
-            "residual_length": self.residual_length,
-            "skip_layers": self.skip_layers,
-            "boundary_layers": self.boundary_layers,
-        }
+        """Arguments of `TurboQuantCache` that differ from its own defaults."""
+        names = ("residual_length", "skip_layers", "boundary_layers")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One cache.  `kl` is the mean of KL(16-bit || this) in nats, `top1` the share of equal most likely tokens,
-    `recall` the share of answers recalled exactly by depth, `bits_per_element` of the whole cache at `context`."""
+    """One cache against the exact one.  Errors (_se) are standard errors over texts; None with one text.
 
-    name: str
-    perplexity: float
+    kl:               mean of KL(exact || this) in nats; `kl_p99` and `kl_p999` percentiles over tokens,
+                      `kl_by_quarter` means over quarters of the decoded tokens
+    top1:             share of equal most likely tokens
+    ppl, dlogppl:     perplexity, and by how much its logarithm is above the exact cache's on the same tokens
+    bytes_per_token:  true bytes per token of one KV head, over all layers; `bytes_per_packed_layer` over packed ones
+    recall:           share of answers recalled exactly, by depth; `recall_by_kind` by kind
+    greedy_agreement: share of the greedy tokens before the first that differs from the exact cache's, and
+                      `greedy_first` its position, medians over texts; `greedy_same` the share of equal tokens where the
+                      exact run goes on after a difference.  None if not measured
+    """
+
+    preset: str
+    setting: str
     kl: float
+    kl_se: float | None
+    kl_p99: float
+    kl_p999: float
+    kl_by_quarter: tuple[float, ...]
     top1: float
+    ppl: float
+    dlogppl: float
+    dlogppl_se: float | None
+    bytes_per_token: float
+    bytes_per_packed_layer: float | None
     recall: dict[str, float]
-    bits_per_element: float
+    recall_by_kind: dict[str, float]
+    greedy_agreement: float | None
+    greedy_first: float | None
+    greedy_same: float | None
+    texts: int
+
+    @property
+    def name(self) -> str:
+        """The preset, and the setting if it is not the default."""
+        return self.preset if self.setting == "default" else f"{self.preset}, {self.setting}"
+
+    @property
+    def perplexity(self) -> float:
+        return self.ppl
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A cache that could not be measured here, and the error that says why."""
+
+    preset: str
+    setting: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The first row is the 16-bit cache."""
+    """The first row is the exact cache."""
 
     model: str
     settings: EvalSettings
     rows: tuple[EvalRow, ...]
+    not_run: tuple[NotRun, ...] = ()
 
     def save_json(self, path: str | Path) -> None:
         """Write everything as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def save_plot(self, path: str | Path) -> None:
-        """KL and recall over bits per element, as an image.  Needs matplotlib."""
-        figure_class = plotting()
-        figure = figure_class(figsize=(10, 4.5), layout="constrained")
-        quality, recall = figure.subplots(1, 2)
+        """KL over bytes per token, and recall by depth, as an image.  Needs matplotlib."""
+        figure = plotting()(figsize=(10, 4.5), layout="constrained")
+        quality, by_depth = figure.subplots(1, 2)
         for row in self.rows[1:]:
-            quality.plot(row.bits_per_element, max(row.kl, 1e-7), "o", label=row.name)
+            quality.plot(row.bytes_per_token, max(row.kl, 1e-7), "o", label=row.name)
             depths = [float(depth) for depth in row.recall]
-            recall.plot(depths, [100 * share for share in row.recall.values()], "o-", label=row.name)
-        quality.set(xlabel="bits per element", ylabel="mean KL to the 16-bit cache (nats)", yscale="log")
-        recall.set(xlabel="depth of the fact (0: start)", ylabel="recall (%)", ylim=(-5, 105))
+            by_depth.plot(depths, [100 * share for share in row.recall.values()], "o-", label=row.name)
+        quality.set(
+            xlabel="bytes per token of one KV head and layer", ylabel="mean KL to the exact cache (nats)", yscale="log"
+        )
+        by_depth.set(xlabel="depth of the fact (0: start)", ylabel="recall (%)", ylim=(-5, 105))
         quality.legend(fontsize="small")
         figure.suptitle(f"{self.model}: {self.settings.context} tokens, then {self.settings.decode} decoded")
         figure.savefig(path, dpi=120)
@@ -102,34 +153,43 @@ class EvalResult:
 def evaluate(
     model: Any,
     tokenizer: Any,
-    presets: Sequence[str],
+    caches: Sequence[str | Candidate],
     settings: EvalSettings,
-    text: str | None = None,
-    advance: Callable[[], None] = lambda: None,
+    text: str | Sequence[Text] | torch.Tensor | None = None,
+    advance: Callable[[EvalRow | NotRun], None] = lambda row: None,
 ) -> EvalResult:
-    """Measure the 16-bit cache and every preset.
+    """Measure the exact cache and every other, a name of a preset or a `Candidate`.
 
-    text:    measured on instead of held-out stories; ValueError if it is too short
-    advance: called after every text and every recall case; `steps` says how often
+    text:    measured on instead of held-out stories: one, in windows; a list, each from its start; or token ids, int64
+             [N, context + decode + 1].  ValueError if one is too short
+    advance: called with every row as it is done
     """
-    windows = _windows(tokenizer, settings, text)
-    cases = list(_recall_cases(tokenizer, settings))
-    exact: list[torch.Tensor] = []
-    rows = []
-    for preset in [None, *presets]:
-        scores = []
-        for index, ids in enumerate(windows):
-            logits = decode_logits(model, ids, settings.context, settings.chunk, _cache(model, preset, settings))
-            log_probs = logits.log_softmax(dim=-1)
-            if preset is None:
-                exact.append(log_probs)
-            scores.append(text_scores(log_probs, exact[index], ids[settings.context + 1 :].to(log_probs.device)))
-            advance()
-        recall = _recall(model, cases, preset, settings, advance)
-        loss, kl, top1 = (sum(column) / len(column) for column in zip(*scores, strict=True))
-        bits = _bits_per_element(model, preset, settings)
-        rows.append(EvalRow(preset or EXACT, math.exp(loss), kl, top1, recall, bits))
-    return EvalResult(str(model.config.name_or_path), settings, tuple(rows))
+    ids = text
+    if not isinstance(ids, torch.Tensor):
+        length = settings.context + settings.decode + 1
+        ids = windows(tokenizer, length, text, settings.texts, settings.seed)  # type: ignore[arg-type]
+    cases = recall.recall_cases(
+        tokenizer, settings.context, settings.kinds, settings.depths, settings.cases, settings.seed
+    )
+    kwargs = settings.cache_kwargs
+    own = [turboquant(x, "given" if kwargs else "default", **kwargs) if isinstance(x, str) else x for x in caches]
+    references = [_reference(model, part.to(model.device), settings) for part in ids.split(settings.group)]
+    rows, not_run = [], []
+    losses: torch.Tensor | None = None
+    for candidate in [exact(), *own]:
+        try:
+            measured = _measure(model, candidate, references, cases, settings)
+        except Exception as error:
+            if not candidate.foreign:
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            not_run.append(NotRun(candidate.preset, candidate.setting, reason))
+            advance(not_run[-1])
+            continue
+        losses = measured.scores.loss if losses is None else losses
+        rows.append(measured.row(candidate, losses, settings.greedy))
+        advance(rows[-1])
+    return EvalResult(str(model.config.name_or_path), settings, tuple(rows), tuple(not_run))
 
 
 def plotting() -> Any:
@@ -141,103 +201,94 @@ def plotting() -> Any:
     return Figure
 
 
-def steps(presets: Sequence[str], settings: EvalSettings) -> int:
-    """How often `evaluate` calls `advance`."""
-    cases = settings.cases * len(settings.depths) * len(settings.kinds)
-    return (len(presets) + 1) * (settings.texts + cases)
-
-
-@torch.inference_mode()
-def decode_logits(model: Any, ids: torch.Tensor, prefill: int, chunk: int, cache: Any) -> torch.Tensor:
-    """Logits, float32 [T - 1 - prefill, vocabulary], for tokens prefill + 1 .. T of `ids` int64 [T].
-
-    The first `prefill` tokens go through in one forward, the rest under `cache`, `chunk` at a time.
-    """
-    ids = ids.to(model.device)[None]
-    model(ids[:, :prefill], past_key_values=cache, logits_to_keep=1)
-    parts = [
-        model(ids[:, start : min(start + chunk, ids.shape[1] - 1)], past_key_values=cache).logits[0].float()
-        for start in range(prefill, ids.shape[1] - 1, chunk)
-    ]
-    return torch.cat(parts)
-
-
-def text_scores(log_probs: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
-    """Mean loss on `targets` [T], mean KL(exact || this) in nats, share of equal top tokens; both [T, vocabulary]."""
-    loss = -log_probs.gather(-1, targets[:, None]).mean()
-    kl = (exact.exp() * (exact - log_probs)).sum(dim=-1).mean()
-    top1 = (log_probs.argmax(-1) == exact.argmax(-1)).float().mean()
-    return loss.item(), kl.item(), top1.item()
-
-
 @dataclass(frozen=True)
-class _RecallCase:
-    depth: float
+class _Reference:
+    """A group of texts: `ids` int64 [N, context + decode + 1], exact logits [N, decode, vocabulary] behind the
+    context, and its prompts with the exact greedy tokens behind them (None: not asked for)."""
+
     ids: torch.Tensor
-    answer_length: int
+    logits: torch.Tensor
+    greedy: torch.Tensor | None
 
 
-def _windows(tokenizer: Any, settings: EvalSettings, text: str | None) -> list[torch.Tensor]:
-    """`settings.texts` rows of context + decode + 1 token ids, from one text or one story each."""
-    length = settings.context + settings.decode + 1
-    if text is not None:
-        ids = encode(tokenizer, text)
-        if len(ids) < settings.texts * length:
-            raise ValueError(
-                f"expected a text of {settings.texts} x {length} tokens or more, got {len(ids)}; "
-                "lower context, decode or texts"
-            )
-        return list(torch.tensor(ids[: settings.texts * length]).split(length))
-    stories = (
-        heldout_text(length, lambda piece: len(encode(tokenizer, piece)), settings.seed + index)
-        for index in range(settings.texts)
-    )
-    return [torch.tensor(encode(tokenizer, story)[:length]) for story in stories]
+@dataclass
+class _Measured:
+    """What was measured of one cache, group by group."""
+
+    parts: list[TokenScores] = field(default_factory=list)
+    footprints: list[tuple[int, Footprint]] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)
+    recalled: list[bool] = field(default_factory=list)
+    cases: Sequence[recall.RecallCase] = ()
+
+    @property
+    def scores(self) -> TokenScores:
+        return TokenScores.cat(self.parts, dim=0)
+
+    def row(self, candidate: Candidate, exact_loss: torch.Tensor, greedy: int) -> EvalRow:
+        """In numbers, against the exact cache's loss [N, T] on the same tokens."""
+        scores = self.scores
+        kl, difference = estimates.over_texts(scores.kl), estimates.paired_difference(scores.loss, exact_loss)
+        first = torch.cat([x.first for x in self.agreements]) if self.agreements else None
+        same = torch.cat([x.same for x in self.agreements]) if self.agreements else None
+        position = None if first is None else estimates.median(first)
+        return EvalRow(
+            candidate.preset,
+            candidate.setting,
+            kl=kl.mean,
+            kl_se=kl.error,
+            kl_p99=estimates.percentile(scores.kl, 99),
+            kl_p999=estimates.percentile(scores.kl, 99.9),
+            kl_by_quarter=estimates.by_quarter(scores.kl) if scores.kl.shape[1] >= 4 else (),
+            top1=scores.same.mean().item(),
+            ppl=math.exp(scores.loss.mean().item()),
+            dlogppl=difference.mean,
+            dlogppl_se=difference.error,
+            bytes_per_token=self._mean_bytes(lambda x: x.all_layers) or 0.0,
+            bytes_per_packed_layer=self._mean_bytes(lambda x: x.packed_layers),
+            recall=recall.shares([f"{case.depth:g}" for case in self.cases], self.recalled),
+            recall_by_kind=recall.shares([case.kind for case in self.cases], self.recalled),
+            greedy_agreement=None if position is None else position / greedy,
+            greedy_first=position,
+            greedy_same=None if same is None else same.mean().item(),
+            texts=len(scores.kl),
+        )
+
+    def _mean_bytes(self, of: Callable[[Footprint], float | None]) -> float | None:
+        """Over texts; None where a cache packs nothing."""
+        found = [(count, of(own)) for count, own in self.footprints]
+        known = [(count, value) for count, value in found if value is not None]
+        return sum(count * value for count, value in known) / sum(count for count, _ in known) if known else None
 
 
-def _recall_cases(tokenizer: Any, settings: EvalSettings) -> Iterator[_RecallCase]:
-    for depth in settings.depths:
-        for kind in settings.kinds:
-            for index in range(settings.cases):
-                seed = settings.seed + index
-                case = build_case(kind, settings.context, lambda text: len(encode(tokenizer, text)), seed, depth)
-                answer = encode(tokenizer, case.target)
-                yield _RecallCase(depth, torch.tensor(encode(tokenizer, case.prompt) + answer), len(answer))
+def _reference(model: Any, ids: torch.Tensor, settings: EvalSettings) -> _Reference:
+    """With `DynamicCache`: what every row is compared with."""
+    prompts, cache = ids[:, : settings.context], make_cache(model, None)
+    behind = prefill(model, prompts, cache, settings.prefill_chunk)
+    branch = copy.deepcopy(cache)
+    logits = torch.cat(list(decode(model, ids, settings.context, settings.chunk, cache)), dim=1)
+    greedy = greedy_tokens(model, prompts, behind, branch, settings.greedy) if settings.greedy else None
+    return _Reference(ids, logits, greedy)
 
 
-def _recall(
-    model: Any, cases: list[_RecallCase], preset: str | None, settings: EvalSettings, advance: Callable[[], None]
-) -> dict[str, float]:
-    hits: dict[str, list[bool]] = {}
-    for case in cases:
-        hit = recalls(model, case.ids, case.answer_length, _cache(model, preset, settings))
-        hits.setdefault(f"{case.depth:g}", []).append(hit)
-        advance()
-    return {depth: sum(found) / len(found) for depth, found in hits.items()}
-
-
-@torch.inference_mode()
-def recalls(model: Any, ids: torch.Tensor, answer_length: int, cache: Any) -> bool:
-    """Whether every one of the last `answer_length` tokens of `ids` [T] is the most likely one under `cache`.
-
-    The tokens before it are given, so one miss does not lead the rest astray.
-    """
-    prompt = len(ids) - answer_length
-    prefill = max(prompt - QUESTION_TOKENS, 1)
-    ids_ = ids.to(model.device)[None]
-    model(ids_[:, :prefill], past_key_values=cache, logits_to_keep=1)
-    spans = [(prefill, prompt), *[(end, end + 1) for end in range(prompt, len(ids) - 1)]]
-    tops = [model(ids_[:, a:b], past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax() for a, b in spans]
-    return torch.stack(tops).tolist() == ids[prompt:].tolist()
-
-
-def _cache(model: Any, preset: str | None, settings: EvalSettings) -> Any:
-    return make_cache(model, preset, **settings.cache_kwargs)
-
-
-def _bits_per_element(model: Any, preset: str | None, settings: EvalSettings) -> float:
-    """Of the whole cache at `settings.context`, for a 16-bit model, whatever dtype this one runs in."""
-    geometry = model_geometry(model.config)
-    plan = PlanSettings(settings.context, **settings.cache_kwargs)
-    exact = cache_bytes(geometry, None, plan)
-    return 16 * cache_bytes(geometry, None if preset is None else resolve_preset(preset), plan) / exact
+def _measure(
+    model: Any,
+    candidate: Candidate,
+    references: Sequence[_Reference],
+    cases: Sequence[recall.RecallCase],
+    settings: EvalSettings,
+) -> _Measured:
+    context, chunk = settings.context, candidate.chunk or settings.chunk
+    measured = _Measured(cases=cases)
+    for reference in references:
+        cache = candidate.make(model)
+        prefill(model, reference.ids[:, :context], cache, settings.prefill_chunk)
+        branch = copy.deepcopy(cache) if reference.greedy is not None else None  # the same prompt, other tokens behind
+        measured.parts.append(decode_scores(model, reference.ids, context, chunk, cache, reference.logits))
+        measured.footprints.append((len(reference.ids), footprint(cache, model.config, len(reference.ids))))
+        if branch is not None and reference.greedy is not None:
+            measured.agreements.append(agreement(model, reference.greedy, context, chunk, branch))
+    for start in range(0, len(cases), settings.group):
+        group = cases[start : start + settings.group]
+        measured.recalled += recall.recalled(model, group, candidate.make(model), settings.prefill_chunk)
+    return measured

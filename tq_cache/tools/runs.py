@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .tasks import Case, build_case
 
 # A small trained decoder that comes with the package.
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+GGUF_EXTRA = "pip install tq-cache[gguf]"
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,30 @@ class Generated:
 
 
 def load_model(path: str | Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
-    """Model, in eval mode on the GPU if there is one, and tokenizer, from a local folder.
+    """Model, in eval mode on the GPU if there is one, and tokenizer, from a local folder or a GGUF file.
 
-    Raises ValueError unless the folder holds a config; whatever else is missing, transformers says.
+    A GGUF file's weights are dequantised to `dtype`.  Raises ValueError unless the folder holds a config or the file is
+    there and the packages that read it are; whatever else is missing, transformers says.
     """
-    load_config(path)
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+    source, options = _source(Path(path))
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    if "gguf_file" in options and loading["missing_keys"]:  # transformers draws them at random
+        raise ValueError(f"expected all weights in {Path(path).name}, found none of {sorted(loading['missing_keys'])}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _source(path: Path) -> tuple[str, dict[str, Any]]:
+    """The folder, and the options of `from_pretrained`, for a model folder or a GGUF file."""
+    if path.suffix != ".gguf":
+        load_config(path)
+        return str(path), {"local_files_only": True}
+    if not path.is_file():
+        raise ValueError(f"expected a GGUF file, got {str(path)!r}, where there is none")
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF files with these
+        if find_spec(package) is None:
+            raise ValueError(f"expected the package {package} to read {path.name}, found none; {GGUF_EXTRA}")
+    return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
 
 
 def make_cache(model: Any, preset: str | None, **cache_kwargs: Any) -> DynamicCache:

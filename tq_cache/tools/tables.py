@@ -140,18 +140,53 @@ def plan_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def eval_table(result: EvalResult) -> Table:
-    """Quality per cache."""
-    depths = list(result.rows[0].recall)
-    recall = [f">recall {float(depth):.0%}" for depth in depths]
-    table = _table("cache", ">bits/element", ">perplexity", ">KL", ">top-1", *recall)
+def eval_tables(result: EvalResult) -> list[Table]:
+    """Quality per cache: how far from the exact one, and what that does to recall and greedy decoding."""
+    tables = [_closeness_table(result)]
+    if result.settings.cases or result.settings.greedy:
+        tables.append(_task_table(result))
+    return tables
+
+
+def _closeness_table(result: EvalResult) -> Table:
+    """KL, perplexity and true bytes."""
+    columns = (">bytes", ">KL e-3", ">99 %", ">99.9 %", ">top-1", ">perplexity", ">log ppl e-3")
+    table = _table("cache", "setting", *columns)
     settings = result.settings
-    table.title = f"{settings.context:,} tokens prefilled, {settings.texts} x {settings.decode} decoded"
+    table.title = f"{settings.context:,} tokens prefilled, {result.rows[0].texts} x {settings.decode} decoded"
     for row in result.rows:
-        cells = [row.name, f"{row.bits_per_element:.2f}", f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.top1:.1%}"]
-        table.add_row(*cells, *[f"{row.recall[depth]:.0%}" for depth in depths])
-    table.caption = "KL (nats) and top-1 against the 16-bit cache; recall by depth of the fact, 0 % is the start"
+        cells = [row.preset, row.setting, f"{row.bytes_per_token:.1f}", _thousandths(row.kl, row.kl_se)]
+        cells += [f"{1000 * row.kl_p99:.1f}", f"{1000 * row.kl_p999:.1f}", f"{row.top1:.1%}", f"{row.ppl:.3f}"]
+        table.add_row(*cells, _thousandths(row.dlogppl, row.dlogppl_se))
+    for other in result.not_run:
+        table.add_row(other.preset, other.setting, *["-"] * len(columns))
+    table.caption = "\n".join([
+        "bytes: true ones, per token of one KV head and layer; KL: nats per token to the exact cache, mean, error over "
+        "texts, percentiles over tokens; log ppl: above the exact cache's",
+        *[f"not run: {escape(f'{other.preset}, {other.setting}: {other.reason}')}" for other in result.not_run],
+    ])  # fmt: skip
     return table
+
+
+def _task_table(result: EvalResult) -> Table:
+    """Recall by depth and by kind, and greedy agreement."""
+    first, greedy = result.rows[0], result.settings.greedy
+    recall = [f">recall {float(depth):.0%}" for depth in first.recall]
+    kinds = [f">{kind}" for kind in first.recall_by_kind]
+    table = _table("cache", "setting", *recall, *kinds, *([">greedy"] if greedy else []))
+    for row in result.rows:
+        shares = [*row.recall.values(), *row.recall_by_kind.values()]
+        cells = [f"{share:.0%}" for share in shares]
+        cells += [] if row.greedy_first is None else [f"{row.greedy_first:g}"]
+        table.add_row(row.preset, row.setting, *cells)
+    notes = ["recall: by depth of the fact, 0 % is the start, and by kind"] if first.recall else []
+    notes += [f"greedy: of {greedy} tokens, those before the first that differs, median"] if greedy else []
+    table.caption = "; ".join(notes)
+    return table
+
+
+def _thousandths(value: float, error: float | None) -> str:
+    return f"{1000 * value:.3g}" + ("" if error is None else f" ± {1000 * error:.2g}")
 
 
 def _scales_of(config: Any, preset: str) -> str:
