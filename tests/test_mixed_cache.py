@@ -12,8 +12,8 @@ from tq_cache import PRESETS, TurboQuantCache
 from tq_cache.formats.presets import resolve_preset
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.memory import PlanSettings, cache_bytes
-from tq_cache.tools.evaluate import decode_logits
 from tq_cache.tools.runs import demo_case, encode, generate, make_cache
+from tq_cache.tools.scores import decode, prefill
 
 LAYERS = 6
 MIXED = dict(
@@ -192,7 +192,9 @@ def test_a_whole_model_with_mixed_presets(embedded):
     ids = torch.tensor(encode(tokenizer, case.prompt))
 
     def log_probs(preset, **arguments):
-        return decode_logits(model, ids, 256, 16, make_cache(model, preset, **arguments)).log_softmax(-1)
+        cache = make_cache(model, preset, **arguments)
+        prefill(model, ids[None, :256], cache, None)
+        return torch.cat(list(decode(model, ids[None], 256, 16, cache)), dim=1).log_softmax(-1)
 
     exact = log_probs(None)
     runs = [log_probs("fp8_e4m3", **options), log_probs("tq3", **half, **options), log_probs("tq3", **options)]

@@ -42,15 +42,15 @@ def forced_logits(model, cache, tokens: torch.Tensor, mask: torch.Tensor) -> tor
 def test_gives_what_the_growing_cache_gives(name, attention):
     other = "eager" if name == "gpt_oss" else "sdpa"
     model = build(name, other if attention == "other" else attention)
-    tokens = torch.randint(3, model.config.vocab_size, (2, 220), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, model.config.vocab_size, (2, 250), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, :25] = 0
     options = dict(residual_length=64, sink_tokens=4, skip_layers=("sliding_window",))
     growing = forced_logits(model, TurboQuantCache(model.config, "tq4", **options), tokens, mask)
-    cache = TurboQuantCache(model.config, "tq4", max_cache_len=220, **options)
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=250, **options)
     for _ in range(2):  # and again in the same memory
         fixed = forced_logits(model, cache, tokens, mask)
-        assert (fixed - growing)[: 4 + 64 + 128 - 140].abs().max() < 1e-4
+        assert (fixed - growing)[: 4 + 64 + 128 - 170].abs().max() < 1e-4
         # The step that packs the second block, the 196th token's, reads it packed here, and still exact there.
         assert (fixed - growing).square().mean().sqrt() < 0.02 * growing.std()
         cache.reset()
