@@ -32,7 +32,7 @@ class Case:
 # and a ring that wraps, from a chunk that leaves sinks free, or ends with them.
 CASES = {name: Case(name) for name in ("fp8_e5m2", "k8v4", "3bit_nc", "tq4", "tq2")} | {
     f"{residual} and {sinks}": Case(
-        preset, residual, sinks, first=max(sinks - 1, 1), steps=residual + 200, most=residual + 198, dims=(32, 48),
+        *(preset, residual, sinks), first=max(sinks - 1, 1), steps=residual + 200, most=residual + 198, dims=(32, 48),
         heads=1,
     )
     for preset, residual, sinks in (
