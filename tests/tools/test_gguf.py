@@ -72,10 +72,10 @@ def written():
 def test_a_gguf_file_is_the_model_that_was_written(tmp_path, written):
     write_gguf(tmp_path / "m.gguf", written)
     model, tokenizer = load_model(tmp_path / "m.gguf", torch.float32)
-    ids = torch.randint(0, 300, (2, 97))
+    ids = torch.randint(0, 300, (2, 257))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, written(ids).logits, atol=1e-5, rtol=1e-4)
-    settings = EvalSettings(80, 16, cases=0, residual_length=0, skip_layers=())
+    settings = EvalSettings(240, 16, cases=0, residual_length=0, skip_layers=())
     assert evaluate(model, tokenizer, ["tq4"], settings, ids).rows[1].kl > 0
 
 
