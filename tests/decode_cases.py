@@ -16,7 +16,7 @@ class Case:
     """A cache and a query for it."""
 
     preset: str  # or "key format/value format"
-    tokens: int = 192  # packed ones, at most
+    tokens: int = 192  # packed ones; of whole blocks or not, as after a crop
     group: int = 4
     dim: int = 64
     value_dim: int | None = None
@@ -30,13 +30,16 @@ class Case:
     splits: int | None = 2
 
     def view(self, device="cpu", dtype=torch.float32):
-        """What a storage holds; `tail` tokens more than whole blocks stay exact."""
+        """What a storage holds: what it is calibrated on behind the packed tokens is cropped, the tail comes then."""
         generator = seeded(self.tokens + self.dim)
         storage = GrowingStorage(preset_of(self.preset), self.tail, self.sinks, "reference")
-        shape = (self.batch, self.heads, self.sinks + self.tokens + self.tail)
-        keys = torch.randn(*shape, self.dim, generator=generator) + 0.5
-        values = torch.randn(*shape, self.value_dim or self.dim, generator=generator) - 0.5
-        storage.append(keys.to(device, dtype), values.to(device, dtype))
+        first = self.sinks + self.tokens
+        shape = (self.batch, self.heads, first + self.tail + 256)
+        keys = (torch.randn(*shape, self.dim, generator=generator) + 0.5).to(device, dtype)
+        values = (torch.randn(*shape, self.value_dim or self.dim, generator=generator) - 0.5).to(device, dtype)
+        storage.append(keys, values)
+        storage.crop(first)
+        storage.append(keys[:, :, first : first + self.tail], values[:, :, first : first + self.tail])
         return storage.view()
 
     def query(self, device="cpu", dtype=torch.float32):
@@ -81,7 +84,7 @@ FEATURES = {
     "queries": Case("tq4", tail=30, queries=5),
     "queries, no tail": Case("tq2", tokens=128, queries=4),
     "16 queries": Case("4bit_nc", tail=7, queries=16, group=3),
-    "all": Case("tq_k3v4", tail=30, sinks=3, queries=2, mask="full", options={"sink_logits": True, "softcap": 3.0}),
+    "all": Case("tq3/tq4", tail=30, sinks=3, queries=2, mask="full", options={"sink_logits": True, "softcap": 3.0}),
     "two widths": Case("tq4", dim=96, value_dim=64, tail=10),
     "one token": Case("3bit_nc", tokens=1, splits=1),
     "many splits": Case("3bit_nc", tokens=700, splits=5, batch=1),
