@@ -2,7 +2,7 @@
 
     import tq_cache
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="turboquant")
-    out = model.generate(**inputs, past_key_values=tq_cache.TurboQuantCache(model.config, preset="4bit_nc"))
+    out = model.generate(**inputs, past_key_values=tq_cache.TurboQuantCache(model.config))
 
 Importing registers the attention function "turboquant" and its mask function, and does nothing else.
 """

@@ -1,6 +1,6 @@
 """Greedy generation of every decoder architecture of transformers with this cache, on tiny random models.
 
-`python tests/test_architectures.py > ARCHITECTURES.md` writes the table.
+`python tests/models/test_architectures.py > ARCHITECTURES.md` writes the table.
 """
 
 import sys
@@ -19,6 +19,7 @@ OWN_ATTENTION_ONLY = {"falcon", "git", "gpt_neo", "gptj"}
 # Their own sparse attention, whose arguments "turboquant" refuses, is part of the sdpa path.
 SPARSE_BY_BLOCKS = {"minimax_m3_vl_text"}
 NEW_TOKENS = 12
+PACKED_PROMPT = 140  # two blocks behind the sink tokens
 
 
 def attention_for(model_type: str) -> str | None:
@@ -26,9 +27,9 @@ def attention_for(model_type: str) -> str | None:
     return None if model_type in OWN_ATTENTION_ONLY | SPARSE_BY_BLOCKS else "turboquant"
 
 
-def logits_and_tokens(model, cache, **cache_free) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_tokens(model, cache, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     out = model.generate(
-        **prompt(model),
+        **prompt(model, length),
         past_key_values=cache,
         max_new_tokens=NEW_TOKENS,
         output_logits=True,
@@ -52,15 +53,17 @@ def run_one(model_type: str) -> tuple[int, int]:
     _, tokens = logits_and_tokens(model, lossless)
     assert torch.equal(tokens, expected), "a residual that covers everything gives other tokens than DynamicCache"
     # Packed: attention from the packed bits against the model's own attention on the same values, dequantised.
-    exact_logits, _ = logits_and_tokens(own, cache(own, preset="fp8_e4m3", residual_length=0))
-    logits, _ = logits_and_tokens(model, cache(model, preset="fp8_e4m3", residual_length=0))
+    dequantised, bits = (cache(m, preset="fp8_e4m3", residual_length=0) for m in (own, model))
+    exact_logits, _ = logits_and_tokens(own, dequantised, PACKED_PROMPT)
+    logits, _ = logits_and_tokens(model, bits, PACKED_PROMPT)
     # Up to the first step at which a near tie may split the two runs.
     same = (logits.argmax(-1) == exact_logits.argmax(-1)).all(dim=1)
     steps = NEW_TOKENS if same.all() else int(same.int().argmin()) + 1
     distance = (logits[:steps] - exact_logits[:steps]).abs().max() / exact_logits.std()
     assert distance < 2e-3, f"packed attention is {distance:.4f} standard deviations from dequantised attention"
-    packed = [layer for layer in lossless.layers if hasattr(layer, "storage") and layer.storage.length]
-    return len(packed), len(lossless.layers)
+    packed = [layer for layer in bits.layers if hasattr(layer, "storage") and layer.storage.length]
+    assert all(layer.storage.packed_length == 128 for layer in packed)
+    return len(packed), len(bits.layers)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

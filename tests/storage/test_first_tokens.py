@@ -220,3 +220,18 @@ def test_what_is_known_follows_the_rows(generator):
         assert storage.packed_length > 0
     for name, x in everything(one).items():
         assert not isinstance(x, torch.Tensor) or torch.equal(x, everything(two)[name])
+
+
+def test_sparse_attention_hides_no_beginning(generator):
+    """A mask that shows each query few tokens, as a model's own sparse attention makes it: only padding is padding."""
+    pair, query = vectors(generator, 300), torch.randn(2, HEADS, 300, DIM, generator=generator)
+    mask = masks([0, 50], 300, 300)
+    chosen = torch.rand(2, 1, 300, 300, generator=generator) < 0.1
+    token = torch.arange(300)
+    alone = (token[:, None] == token) & (token == torch.tensor([0, 50])[:, None, None, None])  # sees nothing else
+    storage = make_storage("tq4")
+    view = storage.append(*pair, queries_follow=True)
+    view.observe(query, mask & (chosen | alone))
+    assert storage.first_tokens.done and storage.packed_length == 256
+    mean = torch.stack([pair[0][0].mean(dim=1), pair[0][1, :, 50:].mean(dim=1)])
+    torch.testing.assert_close(storage.key.calibration.center[:, :, 0], mean, atol=1e-5, rtol=1e-5)

@@ -44,7 +44,8 @@ class FirstTokens:
         self._calibrated: torch.Tensor | None = None  # bool [B], before that nobody is
         self._energy: QueryEnergy | None = None
         self._queries = 0
-        self._visible: torch.Tensor | None = None  # bool [B, tokens], what the last query that came saw
+        self._starts: torch.Tensor | None = None  # int64 [B], the first token that is no padding, as masks say
+        self._observed = 0  # so many tokens those masks are about: later ones are taken for real
         self._unseen = 0  # updates whose queries did not come
 
     @property
@@ -64,13 +65,13 @@ class FirstTokens:
         self._unseen = PATIENCE + 1 if query is None else 0
         if query is None:
             return
-        batch, _, count, _ = query.shape
-        counts = None
+        count, counts = query.shape[2], None
         if mask is not None:
-            seen = mask[..., -1, :length].detach()
-            seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
-            self._visible = seen.any(dim=1).expand(batch, -1)
-            counts = self._visible[:, length - count :]
+            starts = _first_seen(mask.detach()[..., :length], count).expand(query.shape[0])
+            if self._starts is not None:  # sequences that had begun stay so
+                starts = torch.where(self._starts < self._observed, torch.minimum(self._starts, starts), starts)
+            self._starts, self._observed = starts, length
+            counts = torch.arange(length - count, length, device=starts.device) >= self._starts[:, None]
         step = -(-count // ENOUGH_QUERIES)
         new = query_energy(query[:, :, ::step], num_kv_heads, None if counts is None else counts[:, ::step])
         if self._energy is not None:
@@ -99,13 +100,13 @@ class FirstTokens:
         counts = self._counts(keys, values, first)
         batch = counts.shape[0]
         begins = torch.ones(batch, dtype=torch.bool)
-        if self._queries and self._visible is not None:
+        if self._queries and self._starts is not None:
             begins = counts[:, 0, :packs, 0].any(dim=1).cpu()
         if self._calibrated is not None:
             begins = begins & ~self._calibrated
         # Asking the device waits for it; without a mask that pads, attention has said that all tokens are real.
         if not must and keys.shape[2] < MAX_WAITING_TOKENS:
-            known = self._queries and self._visible is None
+            known = self._queries and self._starts is None
             real = [keys.shape[2]] * batch if known else counts.sum(dim=(1, 2, 3)).tolist()
             if any(
                 begun and count < MIN_CALIBRATION_TOKENS for begun, count in zip(begins.tolist(), real, strict=True)
@@ -122,7 +123,7 @@ class FirstTokens:
     def accept(self) -> None:
         """All sequences are calibrated, as they are."""
         self.done = True
-        self._calibrated = self._energy = self._visible = None
+        self._calibrated = self._energy = self._starts = None
 
     def provisional(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> _Pair:
         """What these tokens say alone, as few as they may be; nothing is settled by it."""
@@ -132,17 +133,17 @@ class FirstTokens:
     def _counts(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> torch.Tensor:
         """Which of the tokens from `first` on are real, bool [B, 1, T, 1], as far as values and masks tell."""
         counts = not_padding(values)
-        if self._visible is not None:
-            visible = self._visible[:, first : first + keys.shape[2]].to(counts.device)
-            counts[:, 0, : visible.shape[1], 0] &= visible
+        if self._starts is not None:
+            place = torch.arange(first, first + keys.shape[2], device=counts.device)
+            counts[:, 0, :, 0] &= place >= self._starts.to(counts.device)[:, None]
         return counts
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a choice of sequences to all that is known of them."""
         if self._calibrated is not None:
             self._calibrated = function(self._calibrated)
-        if self._visible is not None:
-            self._visible = function(self._visible)
+        if self._starts is not None:
+            self._starts = function(self._starts)
         if self._energy is not None:
             self._energy = QueryEnergy(*map(function, self._energy))
 
@@ -154,3 +155,21 @@ def _replace_rows(held: _Pair, new: _Pair, rows: torch.Tensor) -> None:
             tensor, other = getattr(old, name), getattr(fresh, name)
             if tensor is not None:
                 tensor[rows.to(tensor.device)] = other[rows.to(tensor.device)]
+
+
+def _first_seen(mask: torch.Tensor, queries: int) -> torch.Tensor:
+    """The first token that is no padding, int64 [B], of a mask [B, H, S, T] whose last tokens are those of the queries.
+
+    T where there is none.  By what the last query sees, and by who sees itself: sparse attention hides others, but
+    the first token of a sequence sees nothing else.
+    """
+
+    def shown(part: torch.Tensor) -> torch.Tensor:
+        seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+        return seen.any(dim=1)
+
+    seen, before = shown(mask[:, :, -1]), mask.shape[3] - queries
+    if mask.shape[2] == queries:
+        own = shown(mask.diagonal(offset=before, dim1=2, dim2=3))
+        seen = torch.cat([seen[:, :before], seen[:, before:] | own], dim=1)
+    return torch.where(seen.any(dim=1), seen.int().argmax(dim=1), mask.shape[3])

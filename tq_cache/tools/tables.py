@@ -72,7 +72,10 @@ def preset_table() -> Table:
     exact = 4 * TABLE_HEAD_DIM
     for preset in PRESETS.values():
         nbytes = preset.token_bytes(TABLE_HEAD_DIM, TABLE_HEAD_DIM)
-        center, smooth = "yes" if preset.center else "-", f"{preset.smooth:g}" if preset.smooth else "-"
+        center, smooth = (
+            " and ".join(f"{role}s" for role in preset.center) or "-",
+            f"{preset.smooth:g}" if preset.smooth else "-",
+        )
         row = [preset.name, preset.key.name, preset.value.name, f"{nbytes}", f"{exact / nbytes:.2f}x"]
         table.add_row(*row, center, smooth)
     table.caption = (
