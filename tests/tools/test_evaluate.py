@@ -219,7 +219,7 @@ def test_demo_runs(embedded):
     assert [run.name for run in runs] == ["DynamicCache", "tq4"]
     assert case.matches(exact.text) and case.matches(packed.text)
     assert packed.agreement(exact) == 1.0
-    # float32: keys and values of 8 layers, 2 KV heads and 64 elements, for all tokens but the newest; ours are exact but for blocks
+    # float32: keys and values of 8 layers, 2 KV heads and 64 elements, for all tokens but the newest
     held = len(encode(tokenizer, case.prompt)) + len(exact.tokens) - 1
     assert exact.nbytes == 8 * 2 * held * 2 * 64 * 4 and exact.bits_per_element == 32
     assert packed.bytes_16bit == exact.bytes_16bit and packed.ratio > 1.5
