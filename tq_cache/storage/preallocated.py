@@ -152,10 +152,8 @@ class PreallocatedStorage(LayerStorage):
         if self.first_tokens.done:
             return
         keys, values = self._packable(states, view)
-        calibrations, first = (
-            (states.key.calibration, states.value.calibration),
-            states.sink_tokens + view.packed_length,
-        )
+        calibrations = states.key.calibration, states.value.calibration
+        first = states.sink_tokens + view.packed_length
         if self.first_tokens.awaits and not view.packed_length:
             _copy(calibrations, self.first_tokens.provisional(keys, values, first))
             self._provisional = view.length
@@ -195,10 +193,8 @@ class PreallocatedStorage(LayerStorage):
         states = self.states
         if states is None or not self.packs:
             return
-        calibrations, first = (
-            (states.key.calibration, states.value.calibration),
-            states.sink_tokens + view.packed_length,
-        )
+        calibrations = states.key.calibration, states.value.calibration
+        first = states.sink_tokens + view.packed_length
         if self._provisional == view.length:
             self._provisional = None
             keys, values = self._packable(states, view)
