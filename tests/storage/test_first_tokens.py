@@ -113,22 +113,23 @@ def attend(storage, pair, query, padding, *ends: int) -> None:
 
 @pytest.mark.parametrize("sinks", (0, 4))
 @pytest.mark.parametrize("preset", ("fp8_e4m3", "tq4", "tq3"))
-@pytest.mark.parametrize("chunk", (64, 150, 700))
-def test_a_padded_row_in_chunks_is_as_the_row_alone(preset, chunk, sinks, generator):
-    """300 pads and then 400 tokens, beside a row without: the first chunks of the padded row are padding only."""
-    pair, query = vectors(generator, 700), torch.randn(2, 2 * HEADS, 700, DIM, generator=generator)
+@pytest.mark.parametrize(("chunk", "pads"), [(64, 300), (150, 300), (700, 300), (64, 900)])
+def test_a_padded_row_in_chunks_is_as_the_row_alone(preset, chunk, pads, sinks, generator):
+    """Pads and then 400 tokens, beside a row without: the first chunks of the padded row are padding only."""
+    count = pads + 400
+    pair, query = vectors(generator, count), torch.randn(2, 2 * HEADS, count, DIM, generator=generator)
     pair[0][..., 20] += 300
-    pair[0][1, :, :300] = 7 * torch.randn(HEADS, 300, DIM, generator=generator)
-    pair[1][1, :, :300] = 5.0
+    pair[0][1, :, :pads] = 7 * torch.randn(HEADS, pads, DIM, generator=generator)
+    pair[1][1, :, :pads] = torch.randn(HEADS, pads, DIM, generator=generator)  # unlike each other, as in deeper layers
     storage = make_storage(preset, sinks=sinks)
-    attend(storage, pair, query, [0, 300], *range(chunk, 700, chunk))
+    attend(storage, pair, query, [0, pads], *range(chunk, count, chunk))
     alone = make_storage(preset)
-    attend(alone, [x[1:, :, 300:] for x in pair], query[1:, :, 300:], [0])
-    last = 300 + alone.packed_length
+    attend(alone, [x[1:, :, pads:] for x in pair], query[1:, :, pads:], [0])
+    last = pads + alone.packed_length
     for role, x in zip(("key", "value"), pair, strict=True):
-        size = (x - x[:, :, 300:].mean(dim=2, keepdim=True))[1, :, 300:last].norm()
-        batch = (materialize(storage.view(), role) - x)[1, :, 300:last].norm() / size
-        single = (materialize(alone.view(), role) - x[1:, :, 300:])[0, :, : last - 300].norm() / size
+        size = (x - x[:, :, pads:].mean(dim=2, keepdim=True))[1, :, pads:last].norm()
+        batch = (materialize(storage.view(), role) - x)[1, :, pads:last].norm() / size
+        single = (materialize(alone.view(), role) - x[1:, :, pads:])[0, :, : last - pads].norm() / size
         assert batch < 1.1 * single + 0.01, role
 
 
@@ -150,7 +151,9 @@ def test_padding_alone_does_not_wait_and_the_row_is_calibrated_once_it_begins(ge
     whole = [torch.cat([pad, x], dim=2) for pad, x in zip(pads, pair, strict=True)]
     attend(storage, [x[:, :, :300] for x in whole], query, [300, 300])
     assert storage.packed_length == 256 and not storage.first_tokens.done
-    storage.append(*pair, queries_follow=True)  # pads have shown more queries than are asked for: only the mask lacks
+    view = storage.append(*pair, queries_follow=True)
+    assert not storage.first_tokens.done  # before the mask says that the row has begun
+    view.observe(query[:, :, 300:800], masks([300, 300], 800, 500))
     assert storage.first_tokens.done
     last = storage.packed_length
     error = (materialize(storage.view(), "key")[:, :, 300:last] - pair[0][:, :, : last - 300]).norm()
@@ -216,7 +219,7 @@ def test_what_is_known_follows_the_rows(generator):
     two.select(order)
     later = [x[order] for x in vectors(generator, 100)]
     for storage in (one, two):
-        storage.append(*later, queries_follow=True)
+        storage.append(*later)
         assert storage.packed_length > 0
     for name, x in everything(one).items():
         assert not isinstance(x, torch.Tensor) or torch.equal(x, everything(two)[name])

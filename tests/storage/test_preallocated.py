@@ -279,3 +279,38 @@ def test_operations_keep_their_contract(generator, op):
         "materialize": (buffers, calibration, num_tokens, "key", spec),
     }[op]
     torch.library.opcheck(getattr(torch.ops.tq_cache, op).default, arguments)
+
+
+def test_a_row_that_begins_late_is_calibrated_before_a_step_packs_it(generator):
+    """Two rows, one with 130 pads before 20 tokens: its calibration may change until its own tokens are packed."""
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 700, "reference")
+    keys, values = random_pair(generator, 400, (64, 64))
+    keys[..., 7] += 300
+    keys[1, :, :130] = 5 * torch.randn(2, 130, 64, generator=generator)
+    mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
+    mask[1, ..., :130] = False
+    view = storage.append(keys[:, :, :150], values[:, :, :150], queries_follow=True)
+    view.observe(torch.randn(2, 4, 150, 64, generator=generator), mask)
+    assert storage.view().packed_length == 64 and not storage.first_tokens.done
+    for t in range(150, 400):
+        add(storage, keys[:, :, t : t + 1], values[:, :, t : t + 1])
+    held = storage.view()
+    assert storage.first_tokens.done and held.packed_length == 320
+    error = reference.dequantize(held.key, 320, torch.float32)[1, :, 126:] - keys[1, :, 130:324]
+    assert error.norm() < 0.11 * (keys[1, :, 130:] - keys[1, :, 130:].mean(dim=1, keepdim=True))[:, :194].norm()
+
+
+def test_steps_that_nobody_announced_keep_the_calibration_they_met(generator):
+    """A graph that is replayed packs unseen: what comes later must not change what its codes mean."""
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 700, "reference")
+    keys, values = random_pair(generator, 400, (64, 64))
+    view = storage.append(keys[:, :, :20], values[:, :, :20], queries_follow=True)
+    view.observe(torch.randn(2, 4, 20, 64, generator=generator), None)
+    for t in range(20, 300):
+        step = keys[:, :, t : t + 1], values[:, :, t : t + 1]
+        torch.ops.tq_cache.update(*step, *flatten(storage.states))
+    before = reference.dequantize(storage.view().key, 192, torch.float32)
+    storage.append(keys[:, :, 300:], values[:, :, 300:])
+    assert storage.first_tokens.done
+    assert torch.equal(reference.dequantize(storage.view().key, 192, torch.float32), before)
+    assert (before - keys[:, :, 4:196]).norm() < 0.15 * keys[:, :, 4:196].norm()

@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact."""
 
     def update_preallocated(self, states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one token, [B, H_kv, 1, D] each, at its place, and count it; packs a block first if the ring is full.
+        """Write one token, [B, H_kv, 1, D] each, at its place, and count it; pack the oldest block if the ring is full.
 
         Writes nothing, and counts nothing, where there is no room.
         """

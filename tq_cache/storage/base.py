@@ -116,10 +116,9 @@ class LayerStorage(ABC):
         self.admit(keys, values)
         if self.first_tokens.done or not self.packs:
             return self._append(keys, values)
-        self.first_tokens.expect(queries_follow)
+        wanted = self.first_tokens.expect(keys.shape[2], queries_follow)
         view = self._append(keys, values)
-        observe = partial(self.observe, view) if queries_follow and self.first_tokens.wants_queries else None
-        return replace(view, observe=observe)
+        return replace(view, observe=partial(self.observe, view) if wanted else None)
 
     def observe(self, view: KVView, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         """See `KVView.observe`; `view` is what the update gave."""

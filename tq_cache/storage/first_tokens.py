@@ -20,8 +20,8 @@ from ..formats.states import Calibration
 
 MIN_CALIBRATION_TOKENS = 128
 MAX_WAITING_TOKENS = 1024
-# So many queries say enough; more of one prompt are taken at even distances.
-ENOUGH_QUERIES = 512
+# After so many queries, single ones are not asked for; of a prompt up to so many are taken, at even distances.
+MIN_QUERIES, MAX_QUERIES = 64, 512
 # Updates that may come without queries: a cache that was filled by hand sees some with the first step after that.
 PATIENCE = 2
 
@@ -48,14 +48,15 @@ class FirstTokens:
         self._observed = 0  # so many tokens those masks are about: later ones are taken for real
         self._unseen = 0  # updates whose queries did not come
 
-    @property
-    def wants_queries(self) -> bool:
-        """Whether queries are still to be shown."""
-        return not self.done and self._queries < ENOUGH_QUERIES
+    def wants_queries(self, count: int) -> bool:
+        """Whether the queries of an update of so many tokens are to be shown; of a prompt's parts for their masks."""
+        return not self.done and (count > 1 or self._queries < MIN_QUERIES)
 
-    def expect(self, queries_follow: bool) -> None:
-        """An update came; `queries_follow` says that attention will show its queries, unless it never runs."""
-        self._unseen = self._unseen + 1 if queries_follow else PATIENCE + 1
+    def expect(self, count: int, queries_follow: bool) -> bool:
+        """An update of so many tokens came, whose queries follow unless attention never runs; whether to show them."""
+        wanted = queries_follow and self.wants_queries(count)
+        self._unseen = self._unseen + 1 if wanted else 0 if queries_follow else PATIENCE + 1
+        return wanted
 
     def observe(self, query: torch.Tensor | None, mask: torch.Tensor | None, num_kv_heads: int, length: int) -> None:
         """The queries [B, H_q, S, D] of the last of `length` tokens, and what they see, [B or 1, H, S, length or more].
@@ -72,7 +73,9 @@ class FirstTokens:
                 starts = torch.where(self._starts < self._observed, torch.minimum(self._starts, starts), starts)
             self._starts, self._observed = starts, length
             counts = torch.arange(length - count, length, device=starts.device) >= self._starts[:, None]
-        step = -(-count // ENOUGH_QUERIES)
+        if self._queries >= MAX_QUERIES:
+            return
+        step = -(-count // MAX_QUERIES)
         new = query_energy(query[:, :, ::step], num_kv_heads, None if counts is None else counts[:, ::step])
         if self._energy is not None:
             new = QueryEnergy(self._energy.squares + new.squares, self._energy.seen + new.seen)
@@ -80,8 +83,8 @@ class FirstTokens:
 
     @property
     def awaits(self) -> bool:
-        """Whether queries of tokens that are here may still come."""
-        return 0 < self._unseen <= PATIENCE and not self._queries
+        """Whether queries of tokens that are here may still come, and the mask that says which are padding."""
+        return 0 < self._unseen <= PATIENCE
 
     def calibrate(
         self, keys: torch.Tensor, values: torch.Tensor, first: int, packs: int, held: _Pair | None, must: bool = False

@@ -154,8 +154,9 @@ class PreallocatedStorage(LayerStorage):
         keys, values = self._packable(states, view)
         calibrations = states.key.calibration, states.value.calibration
         first = states.sink_tokens + view.packed_length
-        if self.first_tokens.awaits and not view.packed_length:
-            _copy(calibrations, self.first_tokens.provisional(keys, values, first))
+        if self.first_tokens.awaits:
+            if not view.packed_length:
+                _copy(calibrations, self.first_tokens.provisional(keys, values, first))
             self._provisional = view.length
             return
         held = calibrations if view.packed_length else None
@@ -199,9 +200,10 @@ class PreallocatedStorage(LayerStorage):
             self._provisional = None
             keys, values = self._packable(states, view)
             count = states.packed_length(view.length) - view.packed_length
-            new = self.first_tokens.calibrate(keys, values, first, count, None, must=True)
-            assert new is not None
-            _copy(calibrations, new)
+            held = calibrations if view.packed_length else None
+            new = self.first_tokens.calibrate(keys, values, first, count, held, must=True)
+            if new is not None and held is None:
+                _copy(calibrations, new)
             keys, values = keys[:, :, :count], values[:, :, :count]
             self._backend(keys, values).store_pair(states.key, states.value, keys, values, view.packed_length)
         elif not states.packed_length(view.length) and view.length > states.sink_tokens:
