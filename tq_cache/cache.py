@@ -28,6 +28,10 @@ class TurboQuantCache(DynamicCache):
     tensors.  Layers that are not packed are transformers' own.  A vector with NaN or inf reads back as NaN
     (float8: those elements do) and changes no other.
 
+    Formats are calibrated on a sequence's first tokens and queries.  Nothing is packed before there are 128 tokens; a
+    cache that is filled by hand, for a model with "turboquant", holds all of it exact until the first step shows
+    queries (a preallocated one does not wait).
+
     config:          the model's config
     preset:          a name in `PRESETS`; key, value, center and smooth change it, and no other layer's
     key, value:      formats that replace the preset's (`presets.FORMATS`)
@@ -40,7 +44,8 @@ class TurboQuantCache(DynamicCache):
                      dtype); sliding-window layers are transformers' own, whatever it says
     layer_presets:   presets of single layers, {index: name} (negative from the end); they win over preset, skip_layers
     center:          subtract a fixed vector per KV head from keys ("both": from values too); None: as the preset
-    smooth:          exponent of channel smoothing of keys, 0 (off) to 1 (None: as the preset)
+    smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1 (None: as
+                     the preset)
     k_scale:         scale of float8 keys: a number, or a tensor with one element or one per KV head; or a list of such,
                      one per layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other
                      formats take none
