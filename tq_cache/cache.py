@@ -44,8 +44,8 @@ class TurboQuantCache(DynamicCache):
                      dtype); sliding-window layers are transformers' own, whatever it says
     layer_presets:   presets of single layers, {index: name} (negative from the end); they win over preset, skip_layers
     center:          subtract a fixed vector per KV head from keys ("both": from values too); None: as the preset
-    smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1 (None: as
-                     the preset)
+    smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1; None:
+                     as the preset
     k_scale:         scale of float8 keys: a number, or a tensor with one element or one per KV head; or a list of such,
                      one per layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other
                      formats take none
