@@ -4,9 +4,10 @@ import pytest
 import torch
 from storages import HEADS, everything, make_storage, tokens
 
-from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.presets import resolve_preset
 from tq_cache.hf.handles import materialize
 from tq_cache.storage.first_tokens import MAX_WAITING_TOKENS, MIN_CALIBRATION_TOKENS
+from tq_cache.storage.growing import GrowingStorage
 
 DIM = 64
 # What 4-bit codes with an unbiased or norm-corrected scale leave of Gaussian vectors: 0.098 and, of 3, 2 bits, more.
@@ -190,11 +191,8 @@ def test_sizes_make_the_errors_of_scores_least(generator):
     query[..., ::4] *= 8
     errors = {}
     for name in ("none", "keys", "both"):
-        storage = make_storage("tq4")
-        if name == "none":
-            storage = type(storage)(
-                PRESETS["tq4"].__class__("plain", PRESETS["tq4"].key, PRESETS["tq4"].value), 0, 0, "reference"
-            )
+        smooth = 0.0 if name == "none" else None
+        storage = GrowingStorage(resolve_preset("tq4", smooth=smooth), 0, 0, "reference")
         view = storage.append(keys, values, queries_follow=True)
         view.observe(query if name == "both" else None, None)
         error = (materialize(storage.view(), "key") - keys).unflatten(1, (HEADS, 1))
