@@ -10,13 +10,13 @@ from transformers import DynamicCache, LlamaConfig, T5Config
 from tq_cache import TurboQuantCache
 from tq_cache.compat import layer_kinds
 from tq_cache.formats.presets import PRESETS, resolve_preset
+from tq_cache.formats.states import packed_length_of
 from tq_cache.planning.geometry import load_config, model_geometry
 from tq_cache.planning.memory import (
     MOST_TOKENS,
     PlanSettings,
     cache_bytes,
     longest_context,
-    packed_length,
     parse_memory,
     plan_memory,
 )
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_a_cache(preset, residual_length, sinks, layers):
 @pytest.mark.parametrize("residual_length, sinks", [(0, 0), (0, 4), (64, 4), (100, 7)])
 def test_tokens_are_packed_in_whole_blocks(tokens, residual_length, sinks):
     """As many as a storage packs; what is left holds the sinks, the newest, and up to 63 that wait for a block."""
-    packed = packed_length(tokens, residual_length, sinks)
+    packed = packed_length_of(tokens, residual_length, sinks)
     assert packed % 64 == 0 and tokens - packed >= min(tokens, residual_length + sinks)
     assert tokens - packed < residual_length + sinks + 64
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1)

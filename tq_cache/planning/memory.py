@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
 from ..formats.rotation import check_head_dim
+from ..formats.states import packed_length_of
 from ..storage.base import round_up
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
@@ -125,14 +126,6 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * MEMORY_UNITS[match[2].upper()])
 
 
-def packed_length(tokens: int, residual_length: int, sink_tokens: int) -> int:
-    """How many of a layer's `tokens` are packed: whole blocks of what is neither first nor newest.
-
-    Of fewer tokens than a calibration takes (`storage.first_tokens`) none are yet; no plan is about so few.
-    """
-    return max(tokens - sink_tokens - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
 def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:
     return plan_layers(
         *([layer.kind for layer in geometry.layers], preset, settings.skip_layers, settings.boundary_layers),
@@ -158,7 +151,8 @@ def _layer_bytes(layer: LayerGeometry, plan: LayerPlan, settings: PlanSettings) 
         return _exact_bytes(layer, settings, round_up(held + 1) if plan.kind in PACKABLE else held)
     check_head_dim(layer.key_dim)
     check_head_dim(layer.value_dim)
-    packed = packed_length(settings.context, settings.residual_length, settings.sink_tokens)
+    # Of fewer tokens than a calibration takes (`storage.first_tokens`) none are packed yet; no plan is about so few.
+    packed = packed_length_of(settings.context, settings.residual_length, settings.sink_tokens)
     sinks = settings.sink_tokens if packed else 0
     tail = settings.context - packed - sinks
     most = settings.residual_length + settings.sink_tokens + BLOCK_TOKENS

@@ -68,7 +68,7 @@ class FirstTokens:
             return
         count, counts = query.shape[2], None
         if mask is not None:
-            starts = _first_seen(mask.detach()[..., :length], count).expand(query.shape[0])
+            starts = _first_seen(mask.detach()[..., :length], count).expand(query.shape[0]).to(query.device)
             if self._starts is not None:  # sequences that had begun stay so
                 starts = torch.where(self._starts < self._observed, torch.minimum(self._starts, starts), starts)
             self._starts, self._observed = starts, length
