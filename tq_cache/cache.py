@@ -142,7 +142,7 @@ class TurboQuantCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
-        if query_length == 1:
+        if query_length == 1 and self._max_cache_len is not None:
             for layer in self.layers:
                 if isinstance(layer, PreallocatedLayer):
                     layer.storage.before_step()

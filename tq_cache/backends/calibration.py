@@ -20,7 +20,7 @@ PRIOR_QUERIES = 8
 # where it stays dead its error matters to no score.
 SMALLEST_SIZE = 0.1
 # Without queries larger keys are taken for those that meet larger queries, in part: of exponents 0 to 1 for the size
-# of keys alone 0.35 was best on both models of `benchmarks/quality.py`, at 2, 3 and 4 bits, which is so much of 0.5.
+# of keys alone 0.35 was best on two real models in prototypes (issue 13), which is so much of 0.5.
 KEYS_ALONE = 0.7
 # Room that float8 scales leave above the largest element of the first tokens.  A float format does not feel it: what
 # is 64 * 448 times smaller than the largest still is a normal number of e4m3.

@@ -48,13 +48,12 @@ class FirstTokens:
         self._observed = 0  # so many tokens those masks are about: later ones are taken for real
         self._unseen = 0  # updates whose queries did not come
 
-    def wants_queries(self, count: int) -> bool:
-        """Whether the queries of an update of so many tokens are to be shown; of a prompt's parts for their masks."""
-        return not self.done and (count > 1 or self._queries < MIN_QUERIES)
-
     def expect(self, count: int, queries_follow: bool) -> bool:
-        """An update of so many tokens came, whose queries follow unless attention never runs; whether to show them."""
-        wanted = queries_follow and self.wants_queries(count)
+        """An update of so many tokens came, whose queries follow unless attention never runs; whether to show them.
+
+        A prompt's parts are to be shown for their masks, even where there are queries enough.
+        """
+        wanted = queries_follow and (count > 1 or self._queries < MIN_QUERIES)
         self._unseen = self._unseen + 1 if wanted else 0 if queries_follow else PATIENCE + 1
         return wanted
 

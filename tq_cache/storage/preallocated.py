@@ -151,19 +151,27 @@ class PreallocatedStorage(LayerStorage):
             self._provisional = None
         if self.first_tokens.done:
             return
-        keys, values = self._packable(states, view)
-        calibrations = states.key.calibration, states.value.calibration
-        first = states.sink_tokens + view.packed_length
         if self.first_tokens.awaits:
             if not view.packed_length:
-                _copy(calibrations, self.first_tokens.provisional(keys, values, first))
+                self._measure(states, view, None)
             self._provisional = view.length
             return
-        held = calibrations if view.packed_length else None
-        packs = states.packed_length(first + keys.shape[2]) - view.packed_length
-        new = self.first_tokens.calibrate(keys, values, first, max(packs, BLOCK_TOKENS), held, must=True)
-        if new is not None and held is None:
-            _copy(calibrations, new)
+        packs = states.packed_length(view.length) - view.packed_length
+        self._measure(states, view, max(packs, BLOCK_TOKENS))
+
+    def _measure(self, states: PreallocatedStates, view: KVView, packs: int | None) -> None:
+        """Write a calibration by what is exact in a view, to pack its oldest `packs` tokens with; None: a passing one.
+
+        Where tokens are packed, only that of sequences which begin.
+        """
+        keys, values = self._packable(states, view)
+        held, first = (states.key.calibration, states.value.calibration), states.sink_tokens + view.packed_length
+        if packs is None:
+            _copy(held, self.first_tokens.provisional(keys, values, first))
+        elif view.packed_length:
+            self.first_tokens.calibrate(keys, values, first, packs, held, must=True)
+        elif (new := self.first_tokens.calibrate(keys, values, first, packs, None, must=True)) is not None:
+            _copy(held, new)
 
     def _packable(self, states: PreallocatedStates, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
         """What is exact in a view, without tokens that there is a place for among the sinks."""
@@ -194,21 +202,14 @@ class PreallocatedStorage(LayerStorage):
         states = self.states
         if states is None or not self.packs:
             return
-        calibrations = states.key.calibration, states.value.calibration
-        first = states.sink_tokens + view.packed_length
         if self._provisional == view.length:
             self._provisional = None
-            keys, values = self._packable(states, view)
             count = states.packed_length(view.length) - view.packed_length
-            held = calibrations if view.packed_length else None
-            new = self.first_tokens.calibrate(keys, values, first, count, held, must=True)
-            if new is not None and held is None:
-                _copy(calibrations, new)
-            keys, values = keys[:, :, :count], values[:, :, :count]
+            self._measure(states, view, count)
+            keys, values = (x[:, :, :count] for x in self._packable(states, view))
             self._backend(keys, values).store_pair(states.key, states.value, keys, values, view.packed_length)
         elif not states.packed_length(view.length) and view.length > states.sink_tokens:
-            keys, values = self._packable(states, view)
-            _copy(calibrations, self.first_tokens.provisional(keys, values, first))
+            self._measure(states, view, None)
 
     def _settle(self, states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Tokens from `start` on, from which on none is packed, to their places; packs those too many for the ring."""
