@@ -59,6 +59,43 @@ class Backend(Protocol):
         (float64).  A query that may see no token gets zeros and -inf.
         """
 
+    def attend_latents(
+        self,
+        content: torch.Tensor,
+        rotary: torch.Tensor,
+        view: KVView,
+        mask: torch.Tensor | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        is_causal: bool = True,
+        indices: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over latents, which are keys and values at once, and rotary keys, whose scores are added (MLA).
+
+        The keys of `view` are latents [B, 1, T, rank], its values rotary keys [B, 1, T, d], d may be 0.
+
+        content: queries of the latents, [B, H_q, S, rank]; rotary: those of the rotary keys, [B, H_q, S, d]
+        indices: int [B, S, top_k], the tokens that each query may see beside what the mask says (sparse attention)
+
+        Other arguments as those of `attend`.  Returns the means of latents, [B, H_q, S, rank] in the dtype of
+        `content`, and the log of the softmax' sum, [B, H_q, S]; without a token, zeros and -inf.
+        """
+
+    def attend_latents_preallocated(
+        self,
+        content: torch.Tensor,
+        rotary: torch.Tensor,
+        states: PreallocatedStates,
+        mask: torch.Tensor | None,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output of `attend_latents` for queries [B, H_q, 1, ...] over all tokens of a preallocated layer."""
+
     def takes_exact(self, query: torch.Tensor, view: KVView) -> bool:
         """Whether `attend` is to be taken, rather than sdpa, where all tokens are exact."""
 

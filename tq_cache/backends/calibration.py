@@ -47,8 +47,8 @@ def calibrate_pair(
     counts: bool [B, 1, T, 1], which tokens count; None: all but padding, as far as it can be told
     """
     if counts is None and measures(preset, given_scales):
-        counts = not_padding(values)
-    key_scale, value_scale = given_scales.get("key"), given_scales.get("value")
+        counts = not_padding(keys if preset.holds_latents else values)
+    key_scale, value_scale = (given_scales.get(role) for role in preset.roles)
     key = calibrate(keys, preset.key, "key" in preset.center, preset.smooth, counts, key_scale, queries)
     return key, calibrate(values, preset.value, "value" in preset.center, 0.0, counts, value_scale)
 
@@ -123,10 +123,11 @@ def _log_size(rms: torch.Tensor) -> torch.Tensor:
 
 def measures(preset: Preset, given_scales: Mapping[Role, torch.Tensor]) -> bool:
     """Whether `calibrate_pair` looks at the tokens."""
+    key_scale, value_scale = (given_scales.get(role) for role in preset.roles)
     return (
         bool(preset.center)
-        or _measured(preset.key, False, preset.smooth, given_scales.get("key"))
-        or _measured(preset.value, False, 0.0, given_scales.get("value"))
+        or _measured(preset.key, False, preset.smooth, key_scale)
+        or _measured(preset.value, False, 0.0, value_scale)
     )
 
 
@@ -148,7 +149,7 @@ def not_padding(values: torch.Tensor) -> torch.Tensor:
     """Which tokens calibration may count, bool [B, 1, T, 1]: all but a leading run of two or more equal ones.
 
     A cache is not always told where a batch is padded.  But padding on the left sees only padding and values carry no
-    position, so padded tokens all have the same values.
+    position, so padded tokens all have the same values; where latents are cached they are it that carry none.
     """
     first = values[:, :, :1]
     distance = torch.linalg.vector_norm(values - first, torch.inf, dim=(1, 3))

@@ -39,6 +39,11 @@ def quantize(
         assert scale is not None
         scaled = (x / scale).clamp(-limit, limit)
         return scaled.float().to(fmt.float8).view(torch.uint8), per_token, None
+    if fmt.scale == "largest":
+        r = rotate(x)
+        step = _half(r.abs().amax(dim=-1) / 127)
+        codes = (r / divisor(step[..., None].to(r.dtype))).nan_to_num(0.0).round().clamp(-127, 127)
+        return codes.to(torch.int8).view(torch.uint8), step, None
     assert fmt.codebook is not None
     if fmt.has_zero:
         low, high = x.amin(dim=-1), x.amax(dim=-1)
@@ -70,7 +75,9 @@ def _scale(r: torch.Tensor, c: torch.Tensor, norm: torch.Tensor, fmt: Format) ->
 
 def decode(states: PackedStates, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Code values of all tokens there is room for, [B, H_kv, T, D], before scale, zero and calibration."""
-    if states.role == "value":
+    if states.format.exact:
+        return states.packed.unflatten(-1, (BLOCK_TOKENS, states.head_dim)).flatten(2, 3).to(dtype)
+    if states.by_channel:
         codes = packing.unpack(states.packed, states.format.bits, BLOCK_TOKENS).transpose(-1, -2)
     else:
         codes = packing.unpack(states.packed, states.format.bits, states.head_dim)
@@ -98,13 +105,18 @@ def store(states: PackedStates, x: torch.Tensor, start: int) -> None:
 
     A block that is already filled up to `start` keeps the bits of its tokens.
     """
-    codes, scale, zero = quantize(x, states.format, states.calibration)
     end = start + x.shape[2]
+    if states.format.exact:
+        token = torch.arange(start, end, device=x.device)
+        rows = states.packed.unflatten(-1, (BLOCK_TOKENS, states.head_dim))
+        rows[:, :, token // BLOCK_TOKENS, token % BLOCK_TOKENS] = x.detach()
+        return
+    codes, scale, zero = quantize(x, states.format, states.calibration)
     for factors, new in ((states.scale, scale), (states.zero, zero)):
         if factors is not None and new is not None:
             factors[:, :, start:end] = new
     first, offset = divmod(start, BLOCK_TOKENS)
-    bits, by_channel = states.format.bits, states.role == "value"
+    bits, by_channel = states.format.bits, states.by_channel
     if offset:
         block = packing.unpack(states.packed[:, :, first], bits, BLOCK_TOKENS if by_channel else states.head_dim)
         block = block.transpose(-1, -2) if by_channel else block

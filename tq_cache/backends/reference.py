@@ -11,11 +11,14 @@ import torch
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.rotation import rotate, unrotate
 from ..formats.states import KVView, PackedStates, PreallocatedStates
+from .masks import with_indices
 from .quantizers import compute, dequantize, scaled, store
 
 __all__ = [
     "append",
     "attend",
+    "attend_latents",
+    "attend_latents_preallocated",
     "attend_preallocated",
     "dequantize",
     "merge",
@@ -102,12 +105,65 @@ def attend(
         partials.append(_attend_packed(scores, view))
     if tail_length := view.tail_keys.shape[2]:
         partials.append(_attend_exact(scores, view.tail_keys, view.tail_values, start=view.length - tail_length))
+    out, lse = _join(partials, sink_logits)
+    return out.to(query.dtype), lse
+
+
+def attend_latents(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    is_causal: bool = True,
+    indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Backend.attend_latents`; never holds more than a tile of the packed tokens unpacked."""
+    if indices is not None:
+        mask = with_indices(mask, indices, view.length)
+    scores = _Scores(content, 1, view.length, mask, scaling, softcap, is_causal)
+    positions = (compute(rotary) * scaling).flatten(1, 2)[:, None]  # [B, 1, H * S, d]
+    partials = []
+    if view.sink_keys is not None and view.sink_values is not None:
+        partials.append(_attend_exact_latents(scores, positions, view.sink_keys, view.sink_values, start=0))
+    if view.packed_length:
+        partials.append(_attend_packed_latents(scores, positions, view))
+    if tail_length := view.tail_keys.shape[2]:
+        start = view.length - tail_length
+        partials.append(_attend_exact_latents(scores, positions, view.tail_keys, view.tail_values, start))
+    out, lse = _join(partials, sink_logits)
+    return out.to(content.dtype), lse
+
+
+def attend_latents_preallocated(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    states: PreallocatedStates,
+    mask: torch.Tensor | None,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `Backend.attend_latents_preallocated`; waits for the device."""
+    view = states.view()
+    mask = None if mask is None else mask[..., : view.length]
+    return attend_latents(content, rotary, view, mask, scaling, softcap=softcap, sink_logits=sink_logits)[0]
+
+
+def _join(
+    partials: list[tuple[torch.Tensor, torch.Tensor]], sink_logits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, H_q, S, D_v] and log-sum-exp of parts [B, H_kv, G, S, D_v], with an extra logit, if there is one."""
     out, lse = merge([out for out, _ in partials], [lse for _, lse in partials])
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if sink_logits is not None:
         sink_logits = sink_logits.to(lse.dtype)
         out, lse = out * torch.sigmoid(lse - sink_logits)[..., None], torch.logaddexp(lse, sink_logits)
-    return out.to(query.dtype), lse
+    return out, lse
 
 
 def merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,25 +233,60 @@ def _attend_packed(scores: _Scores, view: KVView) -> tuple[torch.Tensor, torch.T
     """Attention over the packed tokens, a tile at a time; rotation and centre are undone once, on the merged output."""
     key, value = view.key, view.value
     assert key is not None and value is not None
-    query = scores.query
-    offset = None if key.calibration.center is None else query @ key.calibration.center.to(query.dtype).mT
-    if key.calibration.smooth is not None:
-        query = query * key.calibration.smooth.to(query.dtype)
-    if key.format.rotated:
-        query = rotate(query)
+    query, offset = _into_codes(scores.query, key)
     outs, lses = [], []
     for start in range(0, view.packed_length, TILE_TOKENS):
         end = min(start + TILE_TOKENS, view.packed_length)
-        products = query @ scaled(key.tokens(start, end), end - start, query.dtype).mT
-        products = products if offset is None else products + offset
+        products = query @ scaled(key.tokens(start, end), end - start, query.dtype).mT + offset
         masked = scores.masked(products, view.sink_length + start)
         out = _softmax(masked, dim=-1).flatten(2, 3) @ scaled(value.tokens(start, end), end - start, query.dtype)
         outs.append(out.unflatten(2, masked.shape[2:4]))
         lses.append(torch.logsumexp(masked, dim=-1))
-    out, lse = merge(outs, lses)
-    if value.format.rotated:
+    return _out_of_codes(*merge(outs, lses), value)
+
+
+def _attend_exact_latents(
+    scores: _Scores, positions: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    latents, rotary = latents.to(scores.query.dtype), rotary.to(scores.query.dtype)
+    masked = scores.masked(scores.query @ latents.mT + positions @ rotary.mT, start)
+    out = _softmax(masked, dim=-1).flatten(2, 3) @ latents
+    return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
+
+
+def _attend_packed_latents(scores: _Scores, positions: torch.Tensor, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attend_packed`; each tile of latents is decoded once, for scores and sums."""
+    latent, rotary = view.key, view.value
+    assert latent is not None and rotary is not None
+    query, offset = _into_codes(scores.query, latent)
+    positions, _ = _into_codes(positions, rotary)
+    outs, lses = [], []
+    for start in range(0, view.packed_length, TILE_TOKENS):
+        end = min(start + TILE_TOKENS, view.packed_length)
+        codes = scaled(latent.tokens(start, end), end - start, query.dtype)
+        products = positions @ scaled(rotary.tokens(start, end), end - start, query.dtype).mT
+        masked = scores.masked(query @ codes.mT + products + offset, view.sink_length + start)
+        outs.append((_softmax(masked, dim=-1).flatten(2, 3) @ codes).unflatten(2, masked.shape[2:4]))
+        lses.append(torch.logsumexp(masked, dim=-1))
+    return _out_of_codes(*merge(outs, lses), latent)
+
+
+def _into_codes(query: torch.Tensor, states: PackedStates) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Queries in the space of the codes, and what the centre adds to each one's scores."""
+    held = states.calibration
+    offset = 0.0 if held.center is None else query @ held.center.to(query.dtype).mT
+    if held.smooth is not None:
+        query = query * held.smooth.to(query.dtype)
+    return rotate(query) if states.format.rotated else query, offset
+
+
+def _out_of_codes(out: torch.Tensor, lse: torch.Tensor, states: PackedStates) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means of codes [B, H_kv, G, S, D] as those of the vectors that were coded; and their log-sum-exp."""
+    held = states.calibration
+    if states.format.rotated:
         out = unrotate(out)
-    if value.calibration.center is not None:
-        seen = (lse != -torch.inf)[..., None]
-        out = out + value.calibration.center.to(out.dtype)[:, :, None] * seen
+    if held.smooth is not None:
+        out = out * held.smooth.to(out.dtype)[:, :, None]
+    if held.center is not None:
+        out = out + held.center.to(out.dtype)[:, :, None] * (lse != -torch.inf)[..., None]
     return out, lse

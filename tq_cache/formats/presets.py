@@ -1,15 +1,17 @@
 """Formats and presets: what one key or value vector is stored as.  All checks of these names are here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from .codebook import GAUSSIAN, UNIFORM, Codebook
 
-Role = Literal["key", "value"]
-ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "min_max"]
+# "rotary": the rotary part of keys that a layer of latents (MLA) caches in place of values; its latents are "key".
+Role = Literal["key", "value", "rotary"]
+ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "min_max", "largest", "exact"]
 ROLES: tuple[Role, Role] = ("key", "value")
+LATENT_ROLES: tuple[Role, Role] = ("key", "rotary")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Format:
     unbiased       ||r||^2 / <r, c>: <x, x_hat> = ||x||^2.  A key's score with itself is exact, and the errors of many
                    values average out, where least squares would shrink them all (README, "Quality")
     min_max        half a step of the range, with a zero (its midpoint) beside it
+    largest        the largest |element of r| / 127: the codes are int8
+    exact          none: elements stay in the model's dtype (counted as 16 bits)
     """
 
     name: str
@@ -34,7 +38,12 @@ class Format:
 
     @property
     def rotated(self) -> bool:
-        return self.scale in ("norm", "unbiased")
+        return self.scale in ("norm", "unbiased", "largest")
+
+    @property
+    def exact(self) -> bool:
+        """Whether elements stay in the model's dtype."""
+        return self.scale == "exact"
 
     @property
     def has_zero(self) -> bool:
@@ -44,12 +53,12 @@ class Format:
         """What every code stands for before scale and zero, [2**bits]."""
         if self.codebook is not None:
             return self.codebook.values(device, dtype)
-        assert self.float8 is not None
-        return torch.arange(256, dtype=torch.uint8, device=device).view(self.float8).to(dtype)
+        stored = self.float8 or torch.int8
+        return torch.arange(256, dtype=torch.uint8, device=device).view(stored).to(dtype)
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one vector of `head_dim` elements: codes, fp16 scale, fp16 zero (per-head scales not counted)."""
-        per_token = 0 if self.scale == "per_head" else 4 if self.has_zero else 2
+        per_token = 0 if self.scale in ("per_head", "exact") else 4 if self.has_zero else 2
         return head_dim * self.bits // 8 + per_token
 
 
@@ -64,6 +73,8 @@ FORMATS: dict[Role, dict[str, Format]] = {
     "value": _FLOAT8
     | {f"uniform{bits}": Format(f"uniform{bits}", bits, "min_max", UNIFORM[bits]) for bits in (4, 3)}
     | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
+    "rotary": {"exact": Format("exact", 16, "exact"), "int8": Format("int8", 8, "largest")}
+    | {name: _FLOAT8[name] for name in _FLOAT8_TYPES},
 }
 
 
@@ -74,6 +85,8 @@ class Preset:
     `center` names the roles of whose vectors one fixed vector per sequence and KV head is subtracted; `smooth` > 0
     divides each key channel by its size relative to that channel of the queries, to that power.  Both are measured
     once, before the first tokens are packed, and undone in the query and the output (see `backends.calibration`).
+
+    `roles` are those of what a layer caches as keys and as values: of latents see `for_latents`.
     """
 
     name: str
@@ -81,10 +94,23 @@ class Preset:
     value: Format
     center: tuple[Role, ...] = ("key",)
     smooth: float = 0.0
+    roles: tuple[Role, Role] = ROLES
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.smooth <= 1.0:
             raise ValueError(f"expected smooth from 0 (off) to 1, got {self.smooth}")
+
+    def for_latents(self, rotary: Format) -> "Preset":
+        """The same for a layer that caches latents, stored as keys are, and a rotary part of keys in place of values.
+
+        A latent is read as key and as value, from the same bits.
+        """
+        center = tuple(role for role in self.center if role == "key")
+        return replace(self, value=rotary, center=center, roles=LATENT_ROLES)
+
+    @property
+    def holds_latents(self) -> bool:
+        return self.roles == LATENT_ROLES
 
     def token_bytes(self, key_dim: int, value_dim: int) -> int:
         """Bytes of one packed token of one KV head."""

@@ -28,8 +28,9 @@ class Calibration:
 class PackedStates:
     """The packed keys, or values, of one layer, with room for a whole number of blocks.
 
-    packed: uint8 [B, H_kv, blocks, bytes of a block]; see `packing` for the bits
-    scale:  float16 [B, H_kv, blocks * BLOCK_TOKENS], or None (float8 formats with one per head)
+    packed: uint8 [B, H_kv, blocks, bytes of a block]; see `packing` for the bits.  Of the exact format, in the model's
+            dtype, [B, H_kv, blocks, BLOCK_TOKENS * D], token after token
+    scale:  float16 [B, H_kv, blocks * BLOCK_TOKENS], or None (exact, and float8 formats with one per head)
     zero:   float16, likewise, or None
     """
 
@@ -47,15 +48,23 @@ class PackedStates:
     ) -> "PackedStates":
         """Unwritten states for `capacity` tokens (a multiple of BLOCK_TOKENS) beside `like` [B, H_kv, T, D]."""
         batch, heads, _, head_dim = like.shape
-        block_bytes = BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits)
+        size, dtype = BLOCK_TOKENS * head_dim, like.dtype
+        if not fmt.exact:
+            size, dtype = BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits), torch.uint8
 
         def factors(wanted: bool) -> torch.Tensor | None:
             if not wanted:
                 return None
             return torch.zeros(batch, heads, capacity, dtype=torch.float16, device=like.device)
 
-        packed = torch.zeros(batch, heads, capacity // BLOCK_TOKENS, block_bytes, dtype=torch.uint8, device=like.device)
-        return cls(role, fmt, head_dim, packed, factors(fmt.scale != "per_head"), factors(fmt.has_zero), calibration)
+        packed = torch.zeros(batch, heads, capacity // BLOCK_TOKENS, size, dtype=dtype, device=like.device)
+        scaled = fmt.scale not in ("per_head", "exact")
+        return cls(role, fmt, head_dim, packed, factors(scaled), factors(fmt.has_zero), calibration)
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether blocks are packed channel by channel (`packing`)."""
+        return self.role == "value"
 
     @property
     def capacity(self) -> int:

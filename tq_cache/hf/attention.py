@@ -10,11 +10,12 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..backends import choose_backend
+from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
 from .graph_ops import PreallocatedHandle, attend_handle
 from .handles import paired_view, plain
-from .masks import causal, with_bias, with_indices
+from .masks import with_bias
 
 
 def turboquant_attention(

@@ -4,7 +4,7 @@ Custom operations take tensors, lists of tensors and strings, and no classes: he
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -37,6 +37,7 @@ class Flat(NamedTuple):
 class _Spec(NamedTuple):
     """What does not change over the life of a layer.  Per role the format and which of `CALIBRATION` there are."""
 
+    roles: tuple[Role, Role]
     formats: tuple[Format, Format]
     calibration: tuple[tuple[str, ...], tuple[str, ...]]
     residual_length: int
@@ -55,7 +56,7 @@ def flatten(states: PreallocatedStates) -> Flat:
     measured = [[(name, getattr(side.calibration, name)) for name in CALIBRATION] for side in sides]
     present = [[name for name, tensor in side if tensor is not None] for side in measured]
     calibration = [tensor for side in measured for _, tensor in side if tensor is not None]
-    formats = [f"{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
+    formats = [f"{side.role}:{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
     lengths = map(str, (states.residual_length, states.sink_tokens, states.max_length))
     spec = " ".join([*formats, *lengths, states.backend])
     return Flat(buffers, calibration, states.num_tokens, spec)
@@ -67,18 +68,17 @@ def unflatten(flat: Flat) -> PreallocatedStates:
     buffers, calibration = iter(flat.buffers), iter(flat.calibration)
     rings = next(buffers), next(buffers)
     sinks = (next(buffers), next(buffers)) if spec.sink_tokens else (None, None)
-    roles: tuple[Role, Role] = ("key", "value")
     key, value = (
         PackedStates(
             role,
             fmt,
             ring.shape[3],
             next(buffers),
-            None if fmt.scale == "per_head" else next(buffers),
+            None if fmt.scale in ("per_head", "exact") else next(buffers),
             next(buffers) if fmt.has_zero else None,
             Calibration(**{name: next(calibration) for name in names}),
         )
-        for role, fmt, names, ring in zip(roles, spec.formats, spec.calibration, rings, strict=True)
+        for role, fmt, names, ring in zip(spec.roles, spec.formats, spec.calibration, rings, strict=True)
     )
     return PreallocatedStates(
         key, value, *rings, flat.num_tokens, spec.residual_length, spec.max_length, spec.backend, *sinks
@@ -88,9 +88,11 @@ def unflatten(flat: Flat) -> PreallocatedStates:
 @lru_cache(maxsize=256)
 def _parse(spec: str) -> _Spec:
     key, value, residual_length, sink_tokens, max_length, backend = spec.split()
-    (key, key_names), (value, value_names) = (side.split(":") for side in (key, value))
+    (first, key, key_names), (second, value, value_names) = (side.split(":") for side in (key, value))
+    roles = cast(tuple[Role, Role], (first, second))
     return _Spec(
-        (get_format("key", key), get_format("value", value)),
+        roles,
+        (get_format(roles[0], key), get_format(roles[1], value)),
         (tuple(filter(None, key_names.split("+"))), tuple(filter(None, value_names.split("+")))),
         int(residual_length),
         int(sink_tokens),

@@ -6,6 +6,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..backends.masks import causal
+
 
 def turboquant_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     """The mask function registered beside the attention function.
@@ -60,16 +62,6 @@ def _runs_other_attention(model: Any) -> bool:
     return model._supports_sdpa or (model._supports_attention_backend and compiled)
 
 
-def with_indices(mask: torch.Tensor | None, indices: torch.Tensor, length: int) -> torch.Tensor:
-    """`mask` narrowed to the tokens that an indexer chose, `indices` int [B, S, top_k] (sparse attention, DSA)."""
-    batch, num_queries, _ = indices.shape
-    chosen = torch.zeros(batch, num_queries, length, dtype=torch.bool, device=indices.device)
-    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    if mask is None:
-        return chosen & causal(num_queries, length, indices.device)
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
 def with_bias(
     mask: torch.Tensor | None, bias: torch.Tensor, num_queries: int, length: int, is_causal: bool
 ) -> torch.Tensor:
@@ -79,9 +71,3 @@ def with_bias(
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
-    """Causal mask, bool [1, 1, S, T]: the last query sees every token."""
-    full = torch.ones(num_queries, length, dtype=torch.bool, device=device)
-    return full.tril(length - num_queries)[None, None]

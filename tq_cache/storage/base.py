@@ -97,7 +97,7 @@ class LayerStorage(ABC):
         newest = self.newest
         check_states(keys, values, newest)
         if newest is None and self.packs:
-            check_packable(keys, values, self.given_scales)
+            check_packable(keys, values, self.preset, self.given_scales)
             self._backend(keys, values)  # raises where the one asked for cannot run
 
     @property
@@ -149,9 +149,10 @@ class LayerStorage(ABC):
         self, keys: torch.Tensor, values: torch.Tensor, capacity: int, calibration: tuple[Calibration, Calibration]
     ) -> tuple[PackedStates, PackedStates]:
         """Packed states with room for `capacity` tokens, whole blocks, beside such keys and values."""
+        first, second = self.preset.roles
         return (
-            PackedStates.empty("key", self.preset.key, keys, capacity, calibration[0]),
-            PackedStates.empty("value", self.preset.value, values, capacity, calibration[1]),
+            PackedStates.empty(first, self.preset.key, keys, capacity, calibration[0]),
+            PackedStates.empty(second, self.preset.value, values, capacity, calibration[1]),
         )
 
     # -------------------------------------------------------------------------------- whole tokens and sequences

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from ..formats.presets import Role
+from ..formats.presets import Preset, Role
 from ..formats.rotation import check_head_dim
 
 # Shape and dtype, all that is looked at of a tensor here.
@@ -43,10 +43,13 @@ def _check_shapes(
             )
 
 
-def check_packable(keys: torch.Tensor, values: torch.Tensor, given_scales: Mapping[Role, torch.Tensor]) -> None:
+def check_packable(
+    keys: torch.Tensor, values: torch.Tensor, preset: Preset, given_scales: Mapping[Role, torch.Tensor]
+) -> None:
     """Raise ValueError unless keys and values [B, H_kv, T, D] have a head_dim and KV heads that can be packed."""
-    check_head_dim(keys.shape[3])
-    check_head_dim(values.shape[3])
+    for x, fmt in ((keys, preset.key), (values, preset.value)):
+        if not fmt.exact:
+            check_head_dim(x.shape[3])
     for role, scale in given_scales.items():
         if scale.numel() not in (1, keys.shape[1]):
             raise ValueError(

@@ -134,7 +134,7 @@ class FirstTokens:
 
     def _counts(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> torch.Tensor:
         """Which of the tokens from `first` on are real, bool [B, 1, T, 1], as far as values and masks tell."""
-        counts = not_padding(values)
+        counts = not_padding(keys if self.preset.holds_latents else values)
         if self._starts is not None:
             place = torch.arange(first, first + keys.shape[2], device=counts.device)
             counts[:, 0, :, 0] &= place >= self._starts.to(counts.device)[:, None]
