@@ -219,6 +219,27 @@ def _vectors(layout: Layout | None, exact: bool) -> Vectors | None:
     return Vectors(*layout.coding, layout.head_dim, 2 if exact and layout.coding.rotated and not signs else 1)
 
 
+# --- Latents and rotary keys.
+
+LATENT_WARPS = 4
+LATENT_ELEMENTS = 4096  # of a tile of latents: 32 a thread
+
+
+def latent_tokens(rank: int) -> int:
+    """Tokens of a program."""
+    return LATENT_ELEMENTS // rank
+
+
+def latent_choices(latent: Layout, rotary: Layout, dtype: torch.dtype, device: Device) -> dict[str, Any]:
+    """Constants of the kernels that write latents and rotary keys, which rotate in float32."""
+    return dict(
+        LATENT=_vectors(latent, False),
+        ROTARY=_vectors(rotary, False) if rotary.head_dim else None,
+        ARITHMETIC=quantize_arithmetic(dtype, device)._replace(operand=tl.float32),
+        TOKENS=latent_tokens(latent.head_dim),
+    )
+
+
 # --- Append and dequantise.
 
 APPEND_ELEMENTS = 2048  # of a tile

@@ -92,6 +92,12 @@ def _nearest(size, MAGNITUDES: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def finite_or_nan(x):
+    """float32 x with inf as NaN, and no element so large that its square would overflow."""
+    return tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -LARGEST, LARGEST), float("nan"))
+
+
+@triton.jit
 def _half(x):
     """float16, the largest finite one beyond it, NaN where x is NaN or inf."""
     finite = tl.abs(x) < float("inf")
@@ -156,6 +162,15 @@ def uniform_codes(x, inside, VECTORS: tl.constexpr):
     # Magnitudes are odd: halfway lie even numbers, halved integers; a little less, so that those round down.
     rounded = tl.minimum(tl.abs(x) * (1 - 2.0**-23) - 0.5, LAST + 0.25) + _ROUND
     return rounded.to(tl.int32, bitcast=True) & LAST, _sign(x), step, zero
+
+
+@triton.jit
+def int8_codes(r):
+    """Codes of rotated r [N, WIDTH], int8 as bytes, and their scale, float16 [N]: the largest element is 127 steps."""
+    scale = _half(tl.reduce(tl.abs(r), 1, _larger) / 127)
+    steps = r * (1 / _divisor(scale.to(tl.float32)))[:, None]
+    rounded = tl.clamp(tl.where(steps == steps, steps, 0.0), -127.0, 127.0) + _ROUND
+    return (rounded.to(tl.int32, bitcast=True) & 255).to(tl.uint8), scale
 
 
 @triton.jit

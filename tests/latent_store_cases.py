@@ -1,0 +1,120 @@
+"""Cases of the kernels that write and read latents and rotary keys (MLA), for their tests."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from error_budget import dequantize_budget, relative_error, seeded
+from quantize_cases import damage, differences, states_like
+
+from tq_cache.backends import quantizers, reference
+from tq_cache.backends.calibration import calibrate_pair
+from tq_cache.formats.presets import FORMATS, Preset
+from tq_cache.formats.states import PackedStates
+
+LATENT_FORMATS = [name for name, fmt in FORMATS["key"].items() if fmt.scale != "per_token"]
+ROTARY_FORMATS = list(FORMATS["rotary"])
+
+
+def preset_of(latent: str, rotary: str, calibrated: bool = True) -> Preset:
+    """Latents centred and smoothed (float8 too, though no preset does), or neither."""
+    key = FORMATS["key"][latent]
+    return Preset(latent, key, key, ("key",) if calibrated else (), 0.5 * calibrated).for_latents(
+        FORMATS["rotary"][rotary]
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens to store, in calls that end at `ends`; `damage` puts in what the specification treats specially."""
+
+    latent: str
+    rotary: str = "exact"
+    rank: int = 128
+    dim: int = 64
+    batch: int = 1
+    ends: tuple[int, ...] = (37, 70)
+    damage: bool = False
+    calibrated: bool = True
+
+    def make(self, device: str, dtype: torch.dtype) -> tuple[tuple[PackedStates, torch.Tensor], ...]:
+        """Calibrated states full of ones (exact ones of -1), and vectors for them, of latents and of rotary keys."""
+        generator, tokens = seeded(self.rank + self.dim), self.ends[-1]
+        wide = torch.randn(self.batch, tokens, 1, self.rank + self.dim, generator=generator)
+        wide = wide * (1 + torch.rand(self.rank + self.dim, generator=generator))
+        wide[..., : self.rank] += torch.randn(self.rank, generator=generator)
+        # as a model's projection gives them: one row after the other
+        vectors = wide.to(device, dtype).transpose(1, 2).split([self.rank, self.dim], dim=-1)
+        preset = preset_of(self.latent, self.rotary, self.calibrated)
+        counts = torch.ones(self.batch, 1, tokens, 1, dtype=torch.bool, device=device)
+        calibrations = calibrate_pair(preset, *vectors, {}, counts)
+        made = []
+        for role, fmt, x, calibration in zip(
+            preset.roles, (preset.key, preset.value), vectors, calibrations, strict=True
+        ):
+            if self.damage and x.shape[3]:
+                damage(x)
+            states = PackedStates.empty(role, fmt, x, -(-tokens // 64) * 64 + 64, calibration)
+            states.packed.fill_(-1 if fmt.exact else 255)
+            made.append((states, x))
+        return tuple(made)
+
+
+CASES = (
+    {f"{name}, 128": Case(name, rotary) for name, rotary in zip(LATENT_FORMATS, ROTARY_FORMATS * 2, strict=False)}
+    | {
+        "tq4, 512": Case("tq4", "int8", 512),
+        "tq3, 512": Case("tq3", "exact", 512, batch=2, ends=(64, 65, 70)),
+        "fp8_e4m3, 512": Case("fp8_e4m3", "fp8_e4m3", 512, calibrated=False),
+        "tq2, 256": Case("tq2", "int8", 256, dim=32),
+        "no rotary part": Case("nc3", "exact", 256, dim=0, batch=2),
+    }
+    | {f"special, {name}": Case(name, rotary, damage=True) for name, rotary in (("tq4", "int8"), ("nc3", "fp8_e5m2"))}
+    | {"special, float8": Case("fp8_e5m2", "exact", damage=True)}
+)
+
+
+def store_kernel(pairs: list, start: int) -> None:
+    from tq_cache.backends.triton import store_pair
+
+    (latent, latents), (rotary, rotary_keys) = pairs
+    store_pair(latent, rotary, latents, rotary_keys, start)
+
+
+def store_reference(pairs: list, start: int) -> None:
+    (latent, latents), (rotary, rotary_keys) = pairs
+    reference.store_pair(latent, rotary, latents, rotary_keys, start)
+
+
+def compare(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, list[float]]:
+    """By role: see `quantize_cases.differences`.  What is exact must be equal, also where nothing is to be written."""
+    found = case.make(device, dtype)
+    wanted = [(states_like(states), x) for states, x in found]
+    for start, end in zip((0, *case.ends), case.ends, strict=False):
+        for pairs, store in ((found, store_kernel), (wanted, store_reference)):
+            store([(states, x[:, :, start:end]) for states, x in pairs], start)
+    result = {}
+    for pair, right in zip(found, wanted, strict=True):
+        if pair[0].format.exact:
+            same = torch.equal(pair[0].packed.nan_to_num(), right[0].packed.nan_to_num())
+            result[pair[0].role] = [0.0 if same else 1.0, 0.0, 0.0]
+        else:
+            result[pair[0].role] = differences(pair, right)
+    return result
+
+
+def read_share(case: Case, device: str, dtype: torch.dtype) -> float:
+    """The largest error of what is read back, whole and in pieces, over what its roundings come to."""
+    from tq_cache.backends.triton import dequantize
+
+    shares, case = [0.0], replace(case, damage=False)
+    for states, x in case.make(device, torch.float32):
+        reference.store(states, x, 0)
+        length = x.shape[2]
+        expected = quantizers.dequantize(states, length, torch.float64)
+        pieces = [(0, length)] + [(start, min(start + 64, length)) for start in range(0, length, 64)]
+        for start, end in pieces:
+            out = dequantize(states.tokens(start, end), end - start, dtype)
+            assert out.dtype == dtype and out.shape == expected[:, :, start:end].shape
+            if out.numel():
+                shares.append(relative_error(out, expected[:, :, start:end]) / dequantize_budget(dtype))
+    return max(shares)
