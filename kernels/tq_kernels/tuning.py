@@ -222,7 +222,7 @@ def _vectors(layout: Layout | None, exact: bool) -> Vectors | None:
 # --- Latents and rotary keys.
 
 LATENT_WARPS = 4
-LATENT_ELEMENTS = 4096  # of a tile of latents: 32 a thread
+LATENT_ELEMENTS = 8192  # of a tile of latents: 64 a thread, as many as registers allow
 
 
 def latent_tokens(rank: int) -> int:

@@ -6,7 +6,7 @@ Widths are powers of two, so that a rotation is one Hadamard matrix and channels
 import triton
 import triton.language as tl
 
-from ..bits.hadamard import hadamard, log2
+from ..bits.hadamard import hadamard, hadamard_in_registers, log2
 from ..bits.layout import parts
 from ..states import BLOCK_TOKENS, EXACT, LARGEST, PER_HEAD
 from .codes import finite_or_nan, float8_codes, gaussian_codes, int8_codes
@@ -15,6 +15,21 @@ from .rotate import matrix_unit
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
 _EXACT, _LARGEST, _PER_HEAD = tl.constexpr(EXACT), tl.constexpr(LARGEST), tl.constexpr(PER_HEAD)
+
+
+_SPAN = tl.constexpr(64)
+
+
+@triton.jit
+def _load(x, stride, place, valid, DIM: tl.constexpr):
+    """Rows `place` [N] of x, [N, DIM], zeros where there are none.
+
+    A row is loaded in spans that stand one behind the other in registers: eight threads have all of it.
+    """
+    SPAN: tl.constexpr = min(DIM, _SPAN)
+    channel = tl.arange(0, DIM // SPAN)[:, None, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    rows = tl.load(x + (place.to(tl.int64)[None, :, None] * stride + channel), mask=valid[None, :, None], other=0.0)
+    return rows.permute(1, 0, 2).reshape(place.shape[0], DIM)
 
 
 @triton.jit
@@ -36,11 +51,14 @@ def _plain(x, states, batch, channel, DIM: tl.constexpr):
 @triton.jit
 def _rotated(x, states, batch, channel, DIM: tl.constexpr, UNIT: tl.constexpr):
     """x [N, DIM] centred, smoothed and rotated, times UNIT; rows with NaN or inf become NaN."""
-    x = _centred(finite_or_nan(x), states, batch, channel, DIM)
+    x = _centred(x, states, batch, channel, DIM)
     factor = tl.load(states.rotation + channel) * UNIT  # its first row: the signs
     if states.smooth is not None:
         factor /= tl.load(states.smooth + batch * DIM + channel)
-    return hadamard(x * factor[None, :], 0, log2(DIM))
+    # Columns of one thread, as `_load` has them in 16 bits; if these lie elsewhere, it is slower and as right.
+    x = hadamard_in_registers(x * factor[None, :], 0, 3)
+    x = hadamard(x, 3, log2(min(DIM, _SPAN)))
+    return hadamard_in_registers(x, log2(min(DIM, _SPAN)), log2(DIM))
 
 
 @triton.jit
@@ -73,8 +91,7 @@ def store_rows(
     UNIT: tl.constexpr = 1.0 if RULE == _LARGEST else matrix_unit(DIM, tl.float32)
     channel = tl.arange(0, DIM)
     token = first + tl.arange(0, TOKENS)
-    place = (token - start).to(tl.int64)[:, None] * stride + channel[None, :]
-    rows = tl.load(x + place, mask=valid[:, None], other=0.0)
+    rows = _load(x, stride, token - start, valid, DIM)
     packed = states.packed + batch * steps.packed.batch
     if BITS >= 8:
         target = packed + (token.to(tl.int64)[:, None] * DIM + channel[None, :])
