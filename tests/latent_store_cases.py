@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+import update_cases
 from error_budget import dequantize_budget, relative_error, seeded
 from quantize_cases import damage, differences, states_like
 
@@ -10,6 +11,7 @@ from tq_cache.backends import quantizers, reference
 from tq_cache.backends.calibration import calibrate_pair
 from tq_cache.formats.presets import FORMATS, Preset
 from tq_cache.formats.states import PackedStates
+from tq_cache.storage.preallocated import PreallocatedStorage
 
 LATENT_FORMATS = [name for name, fmt in FORMATS["key"].items() if fmt.scale != "per_token"]
 ROTARY_FORMATS = list(FORMATS["rotary"])
@@ -111,10 +113,38 @@ def read_share(case: Case, device: str, dtype: torch.dtype) -> float:
         reference.store(states, x, 0)
         length = x.shape[2]
         expected = quantizers.dequantize(states, length, torch.float64)
-        pieces = [(0, length)] + [(start, min(start + 64, length)) for start in range(0, length, 64)]
-        for start, end in pieces:
+        for start, end in ((0, length), (length // 64 * 64, length)):
             out = dequantize(states.tokens(start, end), end - start, dtype)
             assert out.dtype == dtype and out.shape == expected[:, :, start:end].shape
             if out.numel():
                 shares.append(relative_error(out, expected[:, :, start:end]) / dequantize_budget(dtype))
     return max(shares)
+
+
+@dataclass(frozen=True)
+class Steps(update_cases.Case):
+    """A preallocated layer of latents: see `update_cases.Case`."""
+
+    rotary: str = "exact"
+    dims: tuple[int, int] = (128, 32)
+    heads: int = 1
+
+    def storage(self) -> PreallocatedStorage:
+        preset = preset_of(self.preset, self.rotary)
+        return PreallocatedStorage(preset, self.residual_length, self.sink_tokens, self.most, "reference")
+
+
+# One block is packed, the last step finds no room; then other residual lengths and numbers of sinks, over three blocks
+# and a ring that wraps.
+STEPS = {
+    "tq4, int8": Steps("tq4", rotary="int8", dims=(512, 64)),
+    "tq3, exact": Steps("tq3", sink_tokens=4, dims=(256, 64)),
+    "fp8": Steps("fp8_e4m3", rotary="fp8_e4m3"),
+    "no rotary part": Steps("nc4", dims=(128, 0)),
+    "0 and 0": Steps("tq2", 0, 0, 1, 200, 198, rotary="int8"),
+    "0 and 4": Steps("fp8_e5m2", 0, 4, 3, 200, 198, rotary="fp8_e5m2"),
+    "64 and 4": Steps("nc3", 64, 4, 3, 264, 262),
+    "fewer than sinks": Steps(sink_tokens=140),
+    "never packed": Steps(residual_length=192, sink_tokens=4),
+}
+FAST_STEPS = ("tq4, int8", "tq3, exact", "fp8", "no rotary part", "0 and 4", "fewer than sinks")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .device import Device
-from .states import Layout
+from .states import BLOCK_TOKENS, Layout
 
 
 class Arithmetic(NamedTuple):
@@ -222,12 +222,20 @@ def _vectors(layout: Layout | None, exact: bool) -> Vectors | None:
 # --- Latents and rotary keys.
 
 LATENT_WARPS = 4
-LATENT_ELEMENTS = 8192  # of a tile of latents: 64 a thread, as many as registers allow
+LATENT_ELEMENTS = 8192  # of a tile: 64 a thread, as many as registers hold
 
 
-def latent_tokens(rank: int) -> int:
-    """Tokens of a program."""
-    return LATENT_ELEMENTS // rank
+def latent_tokens(width: int) -> int:
+    """Tokens of a program, at most a block."""
+    return min(LATENT_ELEMENTS // width, BLOCK_TOKENS)
+
+
+def latent_options(dtype: torch.dtype, device: Device) -> dict[str, int]:
+    """Launch options of the kernels that write latents and rotary keys: three programs a multiprocessor."""
+    options = {"num_warps": LATENT_WARPS}
+    if device.is_nvidia and dtype != torch.float32:
+        options["maxnreg"] = 168
+    return options
 
 
 def latent_choices(latent: Layout, rotary: Layout, dtype: torch.dtype, device: Device) -> dict[str, Any]:

@@ -92,12 +92,6 @@ def _nearest(size, MAGNITUDES: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def finite_or_nan(x):
-    """float32 x with inf as NaN, and no element so large that its square would overflow."""
-    return tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -LARGEST, LARGEST), float("nan"))
-
-
-@triton.jit
 def _half(x):
     """float16, the largest finite one beyond it, NaN where x is NaN or inf."""
     finite = tl.abs(x) < float("inf")

@@ -85,7 +85,7 @@ def dequantize_rows_launch(
     out = torch.empty(batch, heads, length, dim, dtype=dtype, device=states.packed.device)
     if out.numel() == 0:
         return None, out
-    tokens = min(latent_tokens(dim), BLOCK_TOKENS.value)
+    tokens = latent_tokens(dim)
     constants = dict(DIM=dim, RULE=coding.rule, CODE=coding.code, MODE=decoders(device), TOKENS=tokens)
     arguments = (states.tensors, out, length, states.layout.stored_strides)
     program = Program(_dequantize_rows_kernel, device, constants, dict(num_warps=LATENT_WARPS))

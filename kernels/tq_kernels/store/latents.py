@@ -13,7 +13,7 @@ import triton.language as tl
 from ..device import Device, describe
 from ..launch import Launch, Program, Signature, signature
 from ..states import Layout, PackedStrides, States, TokenSteps
-from ..tuning import LATENT_WARPS, latent_choices
+from ..tuning import latent_choices, latent_options
 from .quantize import StoreStrides, check_vectors
 from .rows import store_rows
 
@@ -52,8 +52,9 @@ def store_latents(latent: States, rotary: States, latents: torch.Tensor, rotary_
     rotary:               EXACT in the dtype of the vectors, LARGEST or PER_HEAD
 
     What is stored before `start` and behind start + T stays.  A vector with NaN or inf gets a NaN scale (float8: such
-    elements become NaN) and spoils no other.  Raises ValueError, before anything is written, if shapes, dtypes or
-    strides do not fit.
+    elements become NaN) and spoils no other; where vectors are rotated, elements beyond 2**50 are not cut off as the
+    reference does, and those beyond 2**96 count as inf.  Raises ValueError, before anything is written, if shapes,
+    dtypes or strides do not fit.
     """
     launch = store_latents_launch(latent, rotary, latents, rotary_keys, start, describe(latents.device))
     if launch is not None:
@@ -93,7 +94,7 @@ def _plan(device: Device, latent: Layout, rotary: Layout, latents: Signature, ro
     check_vectors(rotary, rotary_keys, latents)
     check_latents(latent, rotary, latents.dtype)
     constants = latent_choices(latent, rotary, latents.dtype, device)
-    program = Program(_store_latents_kernel, device, constants, dict(num_warps=LATENT_WARPS))
+    program = Program(_store_latents_kernel, device, constants, latent_options(latents.dtype, device))
     second = _strides(rotary, rotary_keys) if rotary.head_dim else None
     return _Plan(program, constants["TOKENS"], (_strides(latent, latents), second))
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from ..bits.hadamard import hadamard, hadamard_in_registers, log2
 from ..bits.layout import parts
 from ..states import BLOCK_TOKENS, EXACT, LARGEST, PER_HEAD
-from .codes import finite_or_nan, float8_codes, gaussian_codes, int8_codes
+from .codes import float8_codes, gaussian_codes, int8_codes
 from .pack import place_codes
 from .rotate import matrix_unit
 
@@ -50,7 +50,7 @@ def _plain(x, states, batch, channel, DIM: tl.constexpr):
 
 @triton.jit
 def _rotated(x, states, batch, channel, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """x [N, DIM] centred, smoothed and rotated, times UNIT; rows with NaN or inf become NaN."""
+    """x [N, DIM] centred, smoothed and rotated, times UNIT."""
     x = _centred(x, states, batch, channel, DIM)
     factor = tl.load(states.rotation + channel) * UNIT  # its first row: the signs
     if states.smooth is not None:

@@ -15,7 +15,7 @@ from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
 from ..launch import Launch, Program, Signature, aligned, signature
 from ..states import Layout, States
-from ..tuning import LATENT_WARPS, latent_choices
+from ..tuning import latent_choices, latent_options
 from .latents import check_latents
 from .rows import store_rows
 from .update import Exact, Sizes, UpdateStrides, checked_strides, count_token, put_token
@@ -129,5 +129,5 @@ def _plan(
     constants = latent_choices(latent, rotary, new.dtype, device)
     sizes = Sizes(residual_length, 0 if sinks is None else sinks.shape[2], max_length, ring.shape[2])
     grid = (BLOCK_TOKENS.value // constants["TOKENS"], 1, new.shape[0])
-    program = Program(_update_latents_kernel, device, constants, dict(num_warps=LATENT_WARPS))
+    program = Program(_update_latents_kernel, device, constants, latent_options(new.dtype, device))
     return _Plan(program, grid, (strides[0], strides[1] if rotary.head_dim else None), sizes)
