@@ -114,12 +114,3 @@ def test_cuda_stores_beyond_two_to_the_31_elements():
     reference.store(wanted, x, 0)
     different = (latent.packed != wanted.packed)[:, :, 0].float().mean()
     assert different < 1e-3, different
-
-
-def test_cuda_appends_without_rotary_keys():
-    from tq_cache.backends.triton import append
-
-    latents, rotary_keys = (torch.randn(2, 1, 5, width, device="cuda") for width in (512, 0))
-    tails = [torch.zeros(2, 1, 9, width, device="cuda") for width in (512, 0)]
-    append(latents, rotary_keys, *tails, 2)
-    assert torch.equal(tails[0], torch.nn.functional.pad(latents, (0, 0, 2, 2)))
