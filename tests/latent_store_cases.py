@@ -94,7 +94,7 @@ def compare(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32)
     for start, end in zip((0, *case.ends), case.ends, strict=False):
         for pairs, store in ((found, store_kernel), (wanted, store_reference)):
             store([(states, x[:, :, start:end]) for states, x in pairs], start)
-    result = {}
+    result: dict[str, list[float]] = {}
     for pair, right in zip(found, wanted, strict=True):
         if pair[0].format.exact:
             same = torch.equal(*(states.packed.view(torch.uint8) for states in (pair[0], right[0])))
