@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..bits.hadamard import hadamard, hadamard_in_registers, log2
-from ..bits.layout import parts
+from ..bits.layout import parts, side_by_side
 from ..states import BLOCK_TOKENS, EXACT, LARGEST, PER_HEAD
 from .codes import float8_codes, gaussian_codes, int8_codes
 from .pack import place_codes
@@ -21,15 +21,37 @@ _SPAN = tl.constexpr(64)
 
 
 @triton.jit
+def _one(x, rows, valid, NUMBER: tl.constexpr, SPAN: tl.constexpr):
+    """One span of rows."""
+    channel = NUMBER * SPAN + tl.arange(0, SPAN)
+    return tl.load(x + (rows[:, None] + channel[None, :]), mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _two(x, rows, valid, NUMBER: tl.constexpr):
+    return side_by_side(_one(x, rows, valid, NUMBER, _SPAN), _one(x, rows, valid, NUMBER + 1, _SPAN))
+
+
+@triton.jit
+def _four(x, rows, valid, NUMBER: tl.constexpr):
+    return side_by_side(_two(x, rows, valid, NUMBER), _two(x, rows, valid, NUMBER + 2))
+
+
+@triton.jit
 def _load(x, stride, place, valid, DIM: tl.constexpr):
     """Rows `place` [N] of x, [N, DIM], zeros where there are none.
 
     A row is loaded in spans that stand one behind the other in registers: eight threads have all of it.
     """
-    SPAN: tl.constexpr = min(DIM, _SPAN)
-    channel = tl.arange(0, DIM // SPAN)[:, None, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
-    rows = tl.load(x + (place.to(tl.int64)[None, :, None] * stride + channel), mask=valid[None, :, None], other=0.0)
-    return rows.permute(1, 0, 2).reshape(place.shape[0], DIM)
+    rows = place.to(tl.int64) * stride
+    if DIM <= _SPAN:
+        return _one(x, rows, valid, 0, DIM)
+    elif DIM == 128:
+        return _two(x, rows, valid, 0)
+    elif DIM == 256:
+        return _four(x, rows, valid, 0)
+    else:
+        return side_by_side(_four(x, rows, valid, 0), _four(x, rows, valid, 4))
 
 
 @triton.jit
