@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from tq_kernels.decode.plan import decode
 from tq_kernels.decode.problem import MAX_QUERIES
+from tq_kernels.latent.plan import decode_latents
 from tq_kernels.prefill.attend import prefill
 from tq_kernels.states import EXACT, LARGEST, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
@@ -22,10 +23,13 @@ from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Format
 from ..formats.rotation import rotation_matrix
 from ..formats.states import KVView, PackedStates, PreallocatedStates
+from .masks import causal
 
 __all__ = [
     "append",
     "attend",
+    "attend_latents",
+    "attend_latents_preallocated",
     "attend_preallocated",
     "dequantize",
     "store_pair",
@@ -137,6 +141,85 @@ def attend(
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoBackward.apply(query, out)
     return out, lse
+
+
+def attend_latents(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    is_causal: bool = True,
+    indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Backend.attend_latents`: a launch for every 16 queries.  There is no backward pass, as in `attend`."""
+    count = content.shape[2]
+    if count > MAX_QUERIES and mask is None and is_causal:
+        mask = causal(count, view.length, content.device)
+    parts = []
+    for start in range(0, count, MAX_QUERIES):
+        some = slice(start, start + MAX_QUERIES)
+        with _on(content.device):
+            part = decode_latents(
+                content[:, :, some].detach(),
+                rotary[:, :, some].detach(),
+                None if view.key is None else states_of(view.key),
+                None if view.value is None else states_of(view.value),
+                view.tail_keys.detach(),
+                view.tail_values.detach(),
+                packed_length=view.packed_length,
+                scaling=scaling,
+                sink_tokens=_sinks(view),
+                mask=None if mask is None else mask[:, :, some],
+                softcap=softcap,
+                sink_logits=_some_logits(sink_logits, some),
+                causal=is_causal,
+                indices=None if indices is None else indices[:, some],
+            )
+        parts.append(part)
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+    if torch.is_grad_enabled() and content.requires_grad:
+        out = _NoBackward.apply(content, out)
+    return out, lse
+
+
+def _some_logits(sink_logits: torch.Tensor | None, some: slice) -> torch.Tensor | None:
+    """Those of some queries, where each has its own."""
+    return sink_logits if sink_logits is None or sink_logits.shape[2] == 1 else sink_logits[:, :, some]
+
+
+def attend_latents_preallocated(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    states: PreallocatedStates,
+    mask: torch.Tensor | None,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `Backend.attend_latents_preallocated`; the device is not waited for."""
+    with _on(content.device):
+        out, _ = decode_latents(
+            content.detach(),
+            rotary.detach(),
+            states_of(states.key),
+            states_of(states.value),
+            states.ring_keys,
+            states.ring_values,
+            packed_length=states.key.capacity,
+            scaling=scaling,
+            sink_tokens=_sinks(states),
+            mask=mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            num_tokens=states.num_tokens,
+            residual_length=states.residual_length,
+        )
+    return out
 
 
 def attend_preallocated(

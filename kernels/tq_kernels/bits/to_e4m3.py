@@ -181,6 +181,12 @@ def decode_part(
         x = decode3(x, planes[1], PART, TABLE, PTX, True)
     elif BITS == 2:
         x = decode2(x, PART, TABLE, PTX, True)
+    return as_operand(x, BITS, TABLE, COMPUTE)
+
+
+@triton.jit
+def as_operand(x, BITS: tl.constexpr, TABLE: tl.constexpr, COMPUTE: tl.constexpr):
+    """Bytes, e4m3 or of 8-bit codes, as `decode_part` returns them."""
     if COMPUTE == tl.float8e4nv:
         if is_e5m2(BITS, TABLE):
             return x.to(tl.float8e5, bitcast=True)
@@ -207,3 +213,51 @@ def decode_rows(planes, BITS: tl.constexpr, TABLE: tl.constexpr, COMPUTE: tl.con
         third = decode_part(planes, 2, BITS, TABLE, COMPUTE, PTX)
         x = side_by_side(x, side_by_side(third, decode_part(planes, 3, BITS, TABLE, COMPUTE, PTX)))
     return x
+
+
+# --- One code of each of four rows.
+
+
+@triton.constexpr_function
+def _ptx_gather(bits, table, part, index):
+    """PTX: four words of four rows ($1 .. $4), decoded; $0: byte `index` of part `part` of each."""
+    asm = "{ .reg .b32 b0, b1, b2, b3, x, y; "
+    for i in range(4):
+        if bits == 8:
+            asm += f"mov.b32 b{i}, ${i + 1}; "
+        else:
+            decode = _ptx4(part, table, True) if bits == 4 else _ptx2(part, table, True)
+            asm += decode.replace("$1", f"${i + 1}").replace("$0", f"b{i}") + " "
+    pair = index | (index + 4) << 4
+    return asm + f"prmt.b32 x, b0, b1, {pair:#x}; prmt.b32 y, b2, b3, {pair:#x}; prmt.b32 $0, x, y, 0x5410; }}"
+
+
+@triton.jit
+def _plain_byte(x, BITS: tl.constexpr, TABLE: tl.constexpr, PART: tl.constexpr, INDEX: tl.constexpr):
+    """Byte INDEX of each word of part PART of rows [R, W], [R, W / 4]."""
+    if BITS == 4:
+        x = decode4(x, PART, TABLE, False)
+    elif BITS == 2:
+        x = decode2(x, PART, TABLE, False)
+    return _words(x)[INDEX]
+
+
+@triton.jit
+def gather_bytes(
+    rows, BITS: tl.constexpr, TABLE: tl.constexpr, PART: tl.constexpr, INDEX: tl.constexpr, PTX: tl.constexpr
+):
+    """Of packed rows, four times uint8 [R, W], the decoded byte INDEX of each word of part PART: uint8 [R, W].
+
+    The four bytes of a word are those of the four rows.  Codes of 8, 4 or 2 bits; with PTX, `keep_tables` must have run.
+    """
+    if PTX:
+        asm: tl.constexpr = _ptx_gather(BITS, TABLE, PART, INDEX)
+        return tl.inline_asm_elementwise(
+            asm, "=r,r,r,r,r", [rows[0], rows[1], rows[2], rows[3]], tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        first = _plain_byte(rows[0], BITS, TABLE, PART, INDEX)
+        second = _plain_byte(rows[1], BITS, TABLE, PART, INDEX)
+        third = _plain_byte(rows[2], BITS, TABLE, PART, INDEX)
+        fourth = _plain_byte(rows[3], BITS, TABLE, PART, INDEX)
+        return _bytes(rows[0], first, second, third, fourth)

@@ -105,7 +105,7 @@ def _plain_code(planes, PART: tl.constexpr, INDEX: tl.constexpr, BITS: tl.conste
     x = (tl.where(code < 4, low, high) >> ((code & 3) * 8)) & 255
     if BITS == 4:
         x |= ((word >> (7 - 4 * PART + 8 * INDEX)) & 1) << 7
-    return _float8(x, False, False)
+    return float8_to_float16(x, False, False)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _decode_words(planes, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.const
 
 
 @triton.jit
-def _float8(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+def float8_to_float16(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
     """float8 bytes to float16.  Not `NATIVE`: with integer arithmetic, which runs everywhere."""
     if E5M2:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
@@ -154,7 +154,7 @@ def _decode(planes, CODE: tl.constexpr, MODE: tl.constexpr):
     TABLE: tl.constexpr = CODE.table
     NATIVE: tl.constexpr = MODE.native
     if BITS == 8:
-        return _float8(planes[0], is_e5m2(BITS, TABLE), NATIVE)
+        return float8_to_float16(planes[0], is_e5m2(BITS, TABLE), NATIVE)
     else:
         PTX: tl.constexpr = MODE.ptx
         return _decode_words(planes, BITS, TABLE, PTX, NATIVE)

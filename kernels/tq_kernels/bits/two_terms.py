@@ -22,7 +22,7 @@ def _ptx_two_terms(lift):
 
 
 @triton.jit
-def _two_terms(x, LIFT: tl.constexpr, PTX: tl.constexpr):
+def two_terms(x, LIFT: tl.constexpr, PTX: tl.constexpr):
     """The e4m3 value of x, and that of LIFT times the remainder."""
     if PTX:
         asm: tl.constexpr = _ptx_two_terms(LIFT)
@@ -60,8 +60,8 @@ def spread_terms(
     else:
         # Even and odd columns apart: a thread's neighbours on K then become bytes of one word.
         even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-        even_first, even_second = _two_terms(even, LIFT, PTX)
-        odd_first, odd_second = _two_terms(odd, LIFT, PTX)
+        even_first, even_second = two_terms(even, LIFT, PTX)
+        odd_first, odd_second = two_terms(odd, LIFT, PTX)
         return _terms_side_by_side(tl.join(even_first, odd_first), tl.join(even_second, odd_second))
 
 

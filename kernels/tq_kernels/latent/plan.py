@@ -1,0 +1,304 @@
+"""Latent attention (MLA) over a packed cache: up to 16 query tokens per sequence, split along the cached tokens.
+
+    S = Q_c C^T + Q_r R^T        O = softmax(S) C
+
+C are latents, keys and values at once, R rotary keys; Q_c are queries times the keys' half of the model's expanding
+weight.  Three launches: queries go into the space of the codes (`query`), programs attend to one split each (`attend`),
+and the splits are joined (`merge`).  Where nothing is packed, there is no first one.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..attention.masks import MaskSteps
+from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
+from ..bits.to_float16 import decoders
+from ..decode.arguments import Counts, QuerySteps
+from ..device import describe
+from ..launch import Launch, Program, aligned, signature
+from ..states import BLOCK_TOKENS, PairSteps, States, TokenSteps, Transform
+from ..tuning import KERNEL_DTYPES
+from . import choices
+from .arguments import (
+    CODED_ROTARY,
+    EXACT_ROTARY,
+    NO_ROTARY,
+    Chosen,
+    ExactLatents,
+    Given,
+    LatentFlags,
+    LatentLaunch,
+    LatentShape,
+    LatentSteps,
+    PackedLatents,
+    Queries,
+    RotaryCode,
+    Settings,
+)
+from .attend import latent_exact_kernel, latent_kernel, latent_rows_kernel
+from .merge import merge_program
+from .problem import LatentKey, LatentProblem, check_latents
+from .query import QUERY_ROWS, latent_query_kernel
+
+_NO_TRANSFORM = Transform(None, None, None)
+_NO_STEPS = QuerySteps(0, 0, 0)
+
+
+class LatentPlan(NamedTuple):
+    """What is worked out once for a key."""
+
+    query: Program | None
+    attend: Program
+    merge: Program
+    query_grid: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    splits: int
+    all_splits: int
+    operand: tuple[tuple[int, ...], torch.dtype]  # of the queries
+    positions_dtype: torch.dtype
+    rows: tuple[int, int] | None  # tokens and bytes of a tile of packed rows
+    steps: LatentSteps
+
+
+def decode_latents(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    latents: States | None,
+    positions: States | None,
+    tail_latents: torch.Tensor,
+    tail_rotary: torch.Tensor,
+    *,
+    packed_length: int,
+    scaling: float,
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    causal: bool = True,
+    indices: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+    residual_length: int = 0,
+    rows: bool | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of up to 16 query tokens per sequence to sink tokens, packed tokens and a tail of latents, in this order.
+
+    content:            queries of latents, [B, H, S, rank], bfloat16, float16 or float32; rank 128, 256 or 512
+    rotary:             queries of rotary keys, [B, H, S, d], likewise; d 0, 32 or 64
+    latents, positions: packed latents and rotary keys, one head, of which the first `packed_length` tokens count, or
+                        None; every number in their blocks must be finite
+    tail_latents, tail_rotary: [B, 1, n, rank] and [B, 1, n, d], in the queries' dtype
+    indices:            int [B, S, k], the tokens that each query may see (-1: none); no others are read
+    rows, splits:       for tests: whether tokens are rows of the dots, a number of splits
+
+    Other arguments as those of `decode`.  Returns means of latents [B, H, S, rank] in the queries' dtype, and the
+    natural log-sum-exp of the scores, float32 [B, H, S]; a query that may see no token gets zeros and -inf.  Raises
+    ValueError on what does not fit together.
+    """
+    problem = LatentProblem(
+        describe(content.device), content, rotary, latents, positions, tail_latents, tail_rotary, packed_length,
+        scaling, sink_tokens, mask, softcap, sink_logits, causal, indices, num_tokens, residual_length, rows, splits,
+    )  # fmt: skip
+    launches, out, lse = prepare_latents(problem)
+    for launch in launches:
+        launch.run()
+    return out, lse
+
+
+def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]:
+    """The launches of `decode_latents`, and what it returns once they have run; raises as it does."""
+    content, rotary, latents, positions = problem.content, problem.rotary, problem.latents, problem.positions
+    batch, heads, queries, rank = content.shape
+    mask, mask_kind = _describe_mask(problem.mask, content)
+    chosen = None
+    if problem.indices is not None:
+        indices = problem.indices.to(torch.int32).contiguous()
+        chosen = Chosen(indices, indices.shape[2])
+    sinks = problem.sink_tokens if problem.sink_tokens is not None and problem.sink_tokens[0].shape[2] else (None, None)
+    exact = ExactLatents(content, rotary, problem.tail_latents, problem.tail_rotary, *sinks)
+    plan = _plan(LatentKey(
+        problem.device, signature(content), signature(rotary), latents and latents.layout,
+        positions and positions.layout, tuple(None if x is None else signature(x) for x in exact[2:]),
+        problem.packed_length, None if mask is None else signature(mask), mask_kind, problem.softcap is not None,
+        problem.causal, None if chosen is None else chosen.count, aligned(problem.num_tokens)[0],
+        problem.residual_length, problem.rows, problem.splits,
+    ))  # fmt: skip
+    tail_length = problem.tail_latents.shape[2]
+    counts = Counts(None, problem.num_tokens, None if problem.num_tokens is None else tail_length)
+    num_sinks = 0 if sinks[0] is None else sinks[0].shape[2]
+    settings = Settings(
+        num_sinks, problem.residual_length, problem.scaling * LOG2E.value, float(problem.softcap or 0)
+    )  # fmt: skip
+    work = content.new_empty(batch * plan.all_splits * heads * queries * (rank + 1), dtype=torch.float32)
+    launches, arguments = [], ()
+    if plan.query is None:
+        arguments = (exact, mask, chosen, counts, work, tail_length, settings, plan.steps)
+    else:
+        assert latents is not None and positions is not None
+        launch, prepared = _prepare_queries(plan, problem, latents, positions)
+        launches.append(launch)
+        packed = PackedLatents(latents.packed, latents.read.scale, *_read(positions))
+        given = (mask, counts, work, plan.splits, problem.packed_length)
+        if plan.rows is None:
+            blocks = latents.packed.shape[2]
+            arguments = (prepared, packed, exact, mask, chosen, *given[1:], blocks, tail_length, settings, plan.steps)
+        else:
+            rows = _descriptor(latents.packed, *plan.rows)
+            arguments = (rows, prepared, packed, exact, *given, tail_length, settings, plan.steps)
+    launches.append(Launch(plan.attend, plan.grid, arguments))
+    out, lse = torch.empty_like(content, memory_format=torch.contiguous_format), content.new_empty(
+        batch, heads, queries, dtype=torch.float32
+    )
+    sink_logits = None if problem.sink_logits is None else problem.sink_logits.expand(batch, heads, queries)
+    steps = _NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
+    transform = latents.transform if plan.splits and latents is not None else _NO_TRANSFORM
+    merged = (work, transform, sink_logits, out, lse, plan.splits, plan.all_splits, heads, steps)
+    launches.append(Launch(plan.merge, (batch * heads * queries, 1, 1), merged))
+    return launches, out, lse
+
+
+def _prepare_queries(
+    plan: LatentPlan, problem: LatentProblem, latents: States, positions: States
+) -> tuple[Launch, Queries]:
+    """The first launch, and what it writes."""
+    content, rotary = problem.content, problem.rotary
+    batch, heads, queries, _ = content.shape
+    assert plan.query is not None
+    shape, dtype = plan.operand
+    prepared = Queries(
+        torch.empty(shape, dtype=dtype, device=content.device),
+        torch.empty(batch, heads * queries, rotary.shape[3], dtype=plan.positions_dtype, device=content.device),
+        torch.empty(3, batch, heads * queries, dtype=torch.float32, device=content.device),
+    )
+    transform = _NO_TRANSFORM if positions.coding.exact else positions.transform
+    arguments = (
+        Given(content, rotary), prepared, latents.transform, latents.head_scale, transform, positions.head_scale,
+        problem.scaling, plan.steps,
+    )  # fmt: skip
+    return Launch(plan.query, plan.query_grid, arguments), prepared
+
+
+def _read(positions: States) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Packed rotary keys, if there are any, and their scales per token."""
+    return (positions.packed if positions.head_dim else None), positions.scale
+
+
+def _descriptor(packed: torch.Tensor, tokens: int, row: int) -> Any:
+    """Packed latents [B, 1, blocks, bytes] as rows of tokens, in tiles of so many."""
+    batch, _, blocks, _ = packed.shape
+    count = (batch - 1) * (packed.stride(0) // row) + blocks * BLOCK_TOKENS
+    return TensorDescriptor(packed, [count, row], [row, 1], [tokens, row])
+
+
+def _describe_mask(mask: torch.Tensor | None, content: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """The mask as kernels take it, [B, H, S, all tokens or more], and what kind it is."""
+    if mask is None:
+        return None, NO_MASK.value
+    if mask.dim() != 4:
+        raise ValueError(f"expected a mask [B, H, {content.shape[2]}, all tokens or more], got {list(mask.shape)}")
+    kind = ROW_MASK if mask.shape[1] == 1 and content.shape[2] == 1 else FULL_MASK
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return mask.expand(*content.shape[:2], -1, -1), kind.value
+
+
+@lru_cache(maxsize=256)
+def _plan(given: LatentKey) -> LatentPlan:
+    """Raises as `decode_latents` does."""
+    check_latents(given)
+    device, content, latents, positions = given.device, given.content, given.latents, given.positions
+    batch, heads, queries, rank = content.shape
+    width, columns = given.rotary.shape[3], heads * (queries if given.chosen is None else 1)
+    packs = latents is not None and positions is not None and given.packed_length > 0
+    bits = latents.coding.bits if packs and latents is not None else 16
+    rows = given.rows if given.chosen is None else False
+    config = choices.latent_config(bits, rank, width, columns, content.dtype, device, rows)
+    tiles = triton.cdiv(columns, config.columns)
+    programs = batch * tiles * (1 if given.chosen is None else queries)
+    tail = given.exact[0]
+    assert tail is not None
+    splits = 0
+    if packs:
+        tokens = given.packed_length if given.chosen is None else given.chosen
+        splits = given.splits or choices.latent_splits(config, programs, tokens, device.multiprocessors)
+    exact = choices.latent_exact_splits(programs, tail.shape[2], device.multiprocessors, beside=splits > 0)
+    all_splits = splits + exact + (given.exact[2] is not None)
+    shape = LatentShape(rank, width, max(width, 16), heads, queries, config.columns)
+    flags = LatentFlags(
+        given.capped, given.causal and given.mask is None and queries > 1, given.mask_kind, given.chosen is not None
+    )  # fmt: skip
+    pdl, arithmetic = device.starts_dependents, choices.latent_arithmetic(content.dtype, device)
+    operand: tuple[tuple[int, ...], torch.dtype] = ((batch, heads * queries, rank), content.dtype)
+    query, positions_dtype = None, content.dtype
+    if not splits:
+        constants = dict(SHAPE=shape, FLAGS=flags, PRECISION=arithmetic.precision, STEP=config.tile,
+                         STAGES=config.stages, PDL=pdl)  # fmt: skip
+        attend = Program(latent_exact_kernel, device, constants, dict(num_warps=config.warps, num_stages=config.stages))
+    else:
+        assert latents is not None and positions is not None
+        if config.rows:
+            arithmetic = choices.rows_arithmetic(device)
+        coded = RotaryCode(NO_ROTARY, (0, 0), False)
+        if width:
+            exactly = positions.coding.exact
+            coded = RotaryCode(
+                EXACT_ROTARY if exactly else CODED_ROTARY, (0, 0) if exactly else positions.coding.code.table,
+                positions.strides[1] is not None,
+            )  # fmt: skip
+            if not exactly:
+                positions_dtype = torch.float32 if content.dtype == torch.float32 else torch.float16
+        two_terms = config.rows and device.is_nvidia
+        operand = (operand[0], torch.float32 if content.dtype == torch.float32 else torch.float16)
+        if two_terms:
+            operand = ((batch, tiles, 2 * config.columns, rank), torch.uint8)
+        attend = _packed_program(given, config, shape, coded, flags, arithmetic)
+        constants = dict(SHAPE=shape, ROTARY=coded, FP8=two_terms, PTX=device.is_nvidia, ROWS=QUERY_ROWS, PDL=pdl)
+        query = Program(latent_query_kernel, device, constants, {})
+    merge = merge_program(device, rank, queries, all_splits)
+    padded = tiles * config.columns if query is not None else 0
+    return LatentPlan(
+        query, attend, merge, (triton.cdiv(max(padded, heads * queries), QUERY_ROWS), batch, 1),
+        (tiles, programs // tiles, all_splits), splits, all_splits, operand, positions_dtype,
+        (config.tile, rank * bits // 8) if config.rows and splits else None, _steps(given),
+    )  # fmt: skip
+
+
+def _packed_program(
+    given: LatentKey, config: choices.LatentConfig, shape: LatentShape, rotary: RotaryCode, flags: LatentFlags,
+    arithmetic: Any,
+) -> Program:  # fmt: skip
+    device, latents = given.device, given.latents
+    assert latents is not None
+    # Tiles of a block or less never pass the last one; only chosen tokens may be any.
+    launch = LatentLaunch(config.tile, config.stages, config.exact_step, False, device.starts_dependents)
+    constants: dict[str, Any] = dict(
+        SHAPE=shape, CODE=latents.coding.code, ROTARY=rotary, FLAGS=flags, ARITHMETIC=arithmetic,
+        MODE=decoders(device), LAUNCH=launch,
+    )  # fmt: skip
+    options: dict[str, Any] = dict(num_warps=config.warps, num_stages=config.stages)
+    if device.starts_dependents:
+        options["launch_pdl"] = True
+    return Program(latent_rows_kernel if config.rows else latent_kernel, device, constants, options)
+
+
+def _steps(given: LatentKey) -> LatentSteps:
+    def of_tokens(x: Any) -> TokenSteps:
+        return TokenSteps(*x.strides[:3])
+
+    def of_packed(layout: Any) -> PairSteps:
+        """To the next sequence of what is packed, and of its scales."""
+        if layout is None:
+            return PairSteps(0, 0)
+        scale = layout.strides[1]
+        return PairSteps(layout.strides[0][0], 0 if scale is None else scale[0])
+
+    tail_latents, tail_rotary, sink_latents, sink_rotary = given.exact
+    return LatentSteps(
+        QuerySteps(*given.content.strides[:3]), QuerySteps(*given.rotary.strides[:3]), of_packed(given.latents),
+        of_packed(given.positions), of_tokens(tail_latents), of_tokens(tail_rotary),
+        of_tokens(sink_latents or tail_latents), of_tokens(sink_rotary or tail_rotary),
+        MaskSteps(*((0, 0, 0, 0) if given.mask is None else given.mask.strides)),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""A problem of latent attention: what a call is given, all that its plan depends on, and what is refused."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..device import Device
+from ..launch import Signature
+from ..states import BLOCK_TOKENS, Layout, States
+
+MAX_QUERIES = 16
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RANKS, ROTARY_WIDTHS = (128, 256, 512), (0, 32, 64)
+
+
+class LatentProblem(NamedTuple):
+    """What one call of `decode_latents` is given (see there), and on which device."""
+
+    device: Device
+    content: torch.Tensor
+    rotary: torch.Tensor
+    latents: States | None
+    positions: States | None
+    tail_latents: torch.Tensor
+    tail_rotary: torch.Tensor
+    packed_length: int
+    scaling: float
+    sink_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+    mask: torch.Tensor | None = None
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+    causal: bool = True
+    indices: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
+    residual_length: int = 0
+    rows: bool | None = None
+    splits: int | None = None
+
+
+class LatentKey(NamedTuple):
+    """All that the plan for a problem depends on: signatures, layouts and flags.
+
+    exact: tail and sinks, latents and rotary keys of each; counted: whether `num_tokens` is aligned, None: there is none
+    """
+
+    device: Device
+    content: Signature
+    rotary: Signature
+    latents: Layout | None
+    positions: Layout | None
+    exact: tuple[Signature | None, ...]
+    packed_length: int
+    mask: Signature | None
+    mask_kind: int
+    capped: bool
+    causal: bool
+    chosen: int | None
+    counted: bool | None
+    residual_length: int
+    rows: bool | None
+    splits: int | None
+
+
+def check_latents(given: LatentKey) -> None:
+    """Raise ValueError, with what was given, on what the kernels would read wrongly."""
+    content, rotary = given.content, given.rotary
+    batch, heads, queries, rank = content.shape
+    width = rotary.shape[3]
+    if not 0 < queries <= MAX_QUERIES:
+        raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; expand the latents for more")
+    if rank not in RANKS or width not in ROTARY_WIDTHS or rotary.shape[:3] != content.shape[:3]:
+        raise ValueError(
+            f"expected queries of latents of {RANKS} channels and of rotary keys of {ROTARY_WIDTHS}, "
+            f"got {list(content.shape)} and {list(rotary.shape)}"
+        )
+    _check_exact(given, batch, (rank, width))
+    if given.latents is not None and given.positions is not None:
+        for layout, size in ((given.latents, rank), (given.positions, width)):
+            layout.check(given.packed_length)
+            if (*layout.shape[:2], layout.head_dim) != (batch, 1, size):
+                raise ValueError(
+                    f"expected packed states of {batch} sequences, one head, {size} channels, "
+                    f"got {[*layout.shape[:2], layout.head_dim]}"
+                )
+        if given.positions.coding.exact and width and given.positions.dtype != content.dtype:
+            raise ValueError(f"expected exact rotary keys in {content.dtype}, got {given.positions.dtype}")
+    tail = given.exact[0]
+    assert tail is not None
+    if given.counted is not None and (queries > 1 or tail.shape[2] % BLOCK_TOKENS):
+        raise ValueError(
+            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail.shape[2]} slots"
+        )
+    tokens, mask = 1 if given.counted is not None else given.packed_length + tail.shape[2], given.mask
+    if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
+        raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")
+
+
+def _check_exact(given: LatentKey, batch: int, widths: tuple[int, int]) -> None:
+    """Tail and sinks: in the dtype of the queries, one head, contiguous along channels."""
+    dtype = given.content.dtype
+    if dtype not in QUERY_DTYPES or given.rotary.dtype != dtype:
+        raise ValueError(f"expected queries in one of {QUERY_DTYPES}, got {dtype} and {given.rotary.dtype}")
+    tensors = [given.content, given.rotary, *(x for x in given.exact if x is not None)]
+    if any(x.shape[3] > 1 and x.strides[3] != 1 for x in tensors):
+        raise ValueError("expected queries, latents and rotary keys whose last dimension is contiguous")
+    for latents, rotary in (given.exact[:2], given.exact[2:]):
+        if latents is None or rotary is None:
+            continue
+        wanted = [(batch, 1, latents.shape[2], width) for width in widths]
+        if [tuple(latents.shape), tuple(rotary.shape)] != wanted or {latents.dtype, rotary.dtype} != {dtype}:
+            raise ValueError(
+                f"expected exact latents and rotary keys {wanted} in {dtype}, "
+                f"got {list(latents.shape)} in {latents.dtype} and {list(rotary.shape)} in {rotary.dtype}"
+            )
