@@ -28,6 +28,8 @@ class PackedLayer(DynamicLayer):
     """
 
     is_croppable = True
+    absorbs = False  # whether attention may read latents as they are
+    path = ""  # how attention last read latents, and why
 
     def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
         self.storage = storage
