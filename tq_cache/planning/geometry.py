@@ -107,8 +107,7 @@ def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeom
         raise NotImplementedError(
             f"expected layers that cache as transformers' own do, got {kind!r}; its memory is not planned"
         )
-    indexed = isinstance(layer, DynamicIndexedLayer)
-    indexer_dim = _field(config, "index_head_dim", "indexer_head_dim") if indexed else 0
+    indexer_dim = _indexer_dim(config, index) if isinstance(layer, DynamicIndexedLayer) else 0
     window = getattr(layer, "sliding_window", None)
     if not _caches_latents(config, kind):
         return LayerGeometry(index, kind, *_dims(config, kind), False, window, indexer_dim)
@@ -116,6 +115,18 @@ def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeom
         return LayerGeometry(index, kind, latent=True, indexer_dim=indexer_dim)
     dims = 1, _field(config, "kv_lora_rank"), _rotary_dim(config, index)
     return LayerGeometry(index, kind, *dims, True, window, indexer_dim)
+
+
+def _indexer_dim(config: Any, index: int) -> int:
+    """Elements per token of the indexer of sparse attention: a key, of GLM-5.3-Flash a gate and a mark beside it.
+
+    A layer that takes another's choice has none.
+    """
+    modes = getattr(config, "indexer_types", None)
+    if modes and modes[index] == "shared":
+        return 0
+    key_dim = _field(config, "index_head_dim", "indexer_head_dim")
+    return 2 * key_dim + 1 if hasattr(config, "index_kpool") else key_dim
 
 
 def _caches_latents(config: Any, kind: str) -> bool:
@@ -129,9 +140,10 @@ def _reads_latents_of_another(config: Any, index: int) -> bool:
 
 
 def _rotary_dim(config: Any, index: int) -> int:
-    """Elements of the rotary keys of a layer that caches latents; Mistral Large 4 has layers without any."""
+    """Elements of the rotary keys that a layer caches beside latents; Mistral Large 4 has layers without any."""
     rotary = getattr(config, "no_rope_layers", None)  # by layer, 0: it has none
-    return 0 if rotary is not None and not rotary[index] else _field(config, "qk_rope_head_dim")
+    without = _reads_latents_of_another(config, index) or (rotary is not None and not rotary[index])
+    return 0 if without else _field(config, "qk_rope_head_dim")
 
 
 def _dims(config: Any, kind: str) -> tuple[int, int, int]:
