@@ -6,7 +6,7 @@ Kinds are transformers' own `layer_types`: full_attention, sliding_attention, li
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..formats.presets import EXACT, PRESETS, Preset, get_format
+from ..formats.presets import EXACT, PRESETS, Format, Preset, get_format
 
 # Sparse attention with an indexer (DSA); the second is its name up to 5.17.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -64,12 +64,7 @@ def plan_layers(
     sliding windows were to be packed.
     """
     latents = {} if latents is None else latents
-    rotary_format = get_format("rotary", rotary)
-    if not latents and not rotary_format.exact:
-        raise ValueError(
-            f"expected no format of rotary keys, since no layer that can be packed caches latents (MLA), "
-            f"got {rotary!r}; leave rotary out"
-        )
+    rotary_format = _rotary_format(rotary, latents)
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
         raise ValueError(f"expected boundary_layers of 0 or more, got {boundary_layers}")
@@ -102,6 +97,17 @@ def plan_layers(
             own = own.for_latents(rotary_format if latents[index] else EXACT)
         plans.append(LayerPlan(index, kind, own, reason, index in latents))
     return plans
+
+
+def _rotary_format(rotary: str, latents: Mapping[int, int]) -> Format:
+    """The format of that name; there must be latents for any but the exact one."""
+    fmt = get_format("rotary", rotary)
+    if not latents and not fmt.exact:
+        raise ValueError(
+            "expected no format of rotary keys, since no layer that can be packed caches latents (MLA), "
+            f"got {rotary!r}; leave rotary out"
+        )
+    return fmt
 
 
 def _why_not(kind: str) -> str:
