@@ -51,6 +51,8 @@ def test_rotary_keys_are_exact_unless_told():
 @pytest.mark.parametrize("absorb", (True, False))
 def test_absorb_reaches_the_layers_that_hold_latents(absorb):
     assert [layer.absorbs for layer in deepseek(absorb=absorb, skip_layers=2).layers] == [absorb] * 4
+    paths = [layer.path for layer in deepseek(absorb=absorb).report().layers]
+    assert paths == ["" if absorb else "expanded: absorb=False"] * 4
     if "bailing_hybrid" in ARCHITECTURES:  # two layers with a state beside two with latents
         cache = TurboQuantCache(config_for("bailing_hybrid"), absorb=absorb)
         assert [getattr(layer, "absorbs", None) for layer in cache.layers] == [None, absorb] * 2

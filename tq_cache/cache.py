@@ -111,6 +111,7 @@ class TurboQuantCache(DynamicCache):
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
                 layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
+                layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
