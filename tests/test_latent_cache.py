@@ -89,14 +89,15 @@ def test_formats_of_keys_are_those_of_latents(name):
 
 @pytest.mark.parametrize("model_type", ("deepseek_v3", "minicpm3", "kimi_linear"))
 @pytest.mark.parametrize("rotary", ROTARY)
-def test_steps_of_a_model(model_type, rotary):
-    """With half a bit of noise in the rotary keys at most, logits are near those of the exact cache."""
+@pytest.mark.parametrize(("attention", "length"), [("sdpa", None), ("turboquant", None), ("turboquant", 512)])
+def test_steps_of_a_model(model_type, rotary, attention, length):
+    """Float8 latents and rotary keys of 8 bits or more: logits are near those of the exact cache."""
     if model_type not in ARCHITECTURES:
         pytest.skip("not in this version of transformers")
-    model = build(model_type)
+    model = build(model_type, attention)
     ids = torch.randint(3, 99, (2, 300), generator=torch.Generator().manual_seed(0))
     logits = []
-    for cache in (None, TurboQuantCache(model.config, "fp8_e4m3", rotary=rotary)):
+    for cache in (None, TurboQuantCache(model.config, "fp8_e4m3", rotary=rotary, max_cache_len=length)):
         with torch.no_grad():
             out = model(ids[:, :-1], past_key_values=cache, use_cache=True)
             logits.append(model(ids[:, -1:], past_key_values=out.past_key_values).logits)
