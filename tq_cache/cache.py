@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
-from .formats.presets import Preset, resolve_preset
+from .formats.presets import FORMATS, Preset, resolve_preset
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
+from .planning.geometry import holds_latents
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
@@ -78,6 +79,7 @@ class TurboQuantCache(DynamicCache):
         max_cache_len: int | None = None,
         backend: str = "auto",
         offloading: bool = False,
+        absorb: bool = True,
     ) -> None:
         if residual_length < 0 or sink_tokens < 0:
             raise ValueError(
@@ -100,6 +102,7 @@ class TurboQuantCache(DynamicCache):
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
                 layers[plan.index] = packed_layer(plan.kind, storage, self.config, layers[plan.index])
+                layers[plan.index].absorbs = absorb and holds_latents(self.config, plan.index, plan.kind)
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
@@ -107,6 +110,8 @@ class TurboQuantCache(DynamicCache):
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         length = self._max_cache_len
         preset, newest, sinks = plan.preset, residual_length, sink_tokens
+        if preset is not None and holds_latents(self.config, plan.index, plan.kind):
+            preset = preset.for_latents(FORMATS["rotary"]["exact"])
         if preset is None:
             preset, newest, sinks = self.preset, UNLIMITED if length is None else round_up(length), 0
         else:

@@ -103,6 +103,12 @@ def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeom
     return LayerGeometry(index, kind, heads, key_dim, value_dim or key_dim, window, indexer_dim)
 
 
+def holds_latents(decoder: Any, index: int, kind: str) -> bool:
+    """Whether a layer caches latents in place of keys, and rotary keys in place of values."""
+    config = _config_per_layer(decoder, index + 1)[index]
+    return bool(_field(config, "kv_lora_rank")) and kind not in EXPANDED_LATENT
+
+
 def _latent_dims(config: Any, kind: str) -> tuple[int, int, int]:
     """Multi-head latent attention: the latent is cached in place of keys, the rotary part in place of values."""
     if kind in EXPANDED_LATENT:
