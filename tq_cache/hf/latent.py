@@ -306,8 +306,10 @@ class Joined(Record):
     def __getitem__(self, index: Any) -> Any:
         if self._made is None and isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis:
             if isinstance(index[1], slice) and index[1].step is None:
-                start, end, _ = index[1].indices(self.shape[3])
-                return Slot(self, start, end)
+                start, end = index[1].start, index[1].stop  # Dynamo of torch 2.11 does not know `slice.indices`
+                start, end = 0 if start is None else start, self.shape[3] if end is None else end
+                if 0 <= start <= end <= self.shape[3]:
+                    return Slot(self, start, end)
         return self.tensor()[index]
 
 
