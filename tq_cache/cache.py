@@ -102,7 +102,9 @@ class TurboQuantCache(DynamicCache):
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
                 layers[plan.index] = packed_layer(plan.kind, storage, self.config, layers[plan.index])
-                layers[plan.index].absorbs = absorb and holds_latents(self.config, plan.index, plan.kind)
+                if holds_latents(self.config, plan.index, plan.kind):
+                    layers[plan.index].absorbs = absorb
+                    layers[plan.index].path = "" if absorb else "expanded: absorb=False"
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
