@@ -115,6 +115,10 @@ class Record:
     def device(self) -> torch.device:
         return self.update.like[0].device
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.requires_grad for x in self.update.like)
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where that changes nothing: hooks of accelerate, and adapters, ask for what is there."""
         if len(args) == 1 and set(kwargs) <= {"non_blocking"}:
