@@ -1,4 +1,4 @@
-"""Tiny models of every MLA class of transformers: those of `architectures`, and three that no causal LM mapping names."""
+"""Tiny models of every MLA class of transformers: of `architectures`, and three that no causal LM mapping names."""
 
 import importlib
 from functools import lru_cache
@@ -63,7 +63,9 @@ def latent_model(name: str, attention: str = "turboquant") -> PreTrainedModel:
     default = model_class.config_class()
     overrides = {"text_config": _TEXT[name]} if default.sub_configs else _TEXT[name]
     torch.manual_seed(0)
-    model = model_class._from_config(tiny_config(default, overrides), dtype=torch.float32, attn_implementation=attention)
+    model = model_class._from_config(
+        tiny_config(default, overrides), dtype=torch.float32, attn_implementation=attention
+    )
     _spread_weights(model, 0)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, bos_token_id=1)
     return model.eval()

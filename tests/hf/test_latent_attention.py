@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from error_budget import relative_error
+from error_budget import exact_parts, relative_error
 from latent_models import latent_model
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -36,14 +36,7 @@ def make_projection(generator) -> KVProjection:
 
 def dense_attention(query, view, projection, mask, scaling, softcap=None, sink_logits=None):
     """Everything expanded at once, in float64."""
-    parts = [[], []]
-    for found, sinks, packed, tail in zip(
-        parts, (view.sink_keys, view.sink_values), (view.key, view.value), (view.tail_keys, view.tail_values), strict=True
-    ):
-        found += [] if sinks is None else [sinks]
-        found += [] if packed is None else [reference.dequantize(packed, view.packed_length, torch.float64)]
-        found.append(tail)
-    keys, values = projection.expand(*(torch.cat(x, dim=2) for x in parts))
+    keys, values = projection.expand(*exact_parts(view))
     scores = query @ keys.mT * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

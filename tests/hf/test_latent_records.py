@@ -152,7 +152,10 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Linear, rank: int = 4):
         super().__init__()
         self.base_layer, self.active = base, True
-        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
         nn.init.normal_(self.up.weight, std=0.1)
 
     def forward(self, x):

@@ -47,8 +47,10 @@ def cases(names, modes) -> list:
 
 
 def make_cache(model, **options) -> TurboQuantCache:
-    # Nearly everything packed, and nothing measured before: what expands shows calibration neither queries nor padding.
-    options = dict(residual_length=0, sink_tokens=1, smooth=0.0, center=False, skip_layers=("sliding_window",)) | options
+    # Nearly everything packed, and nothing measured before: who expands shows calibration no queries and no padding.
+    options = (
+        dict(residual_length=0, sink_tokens=1, smooth=0.0, center=False, skip_layers=("sliding_window",)) | options
+    )
     return TurboQuantCache(model.config, "tq4", **options)
 
 
@@ -136,7 +138,10 @@ def test_a_step_is_one_graph(name):
     options = dict(residual_length=64, sink_tokens=4, max_cache_len=170)
     config = GenerationConfig(max_new_tokens=50, pad_token_id=0, do_sample=False)
     expected = model.generate(
-        **inputs, past_key_values=make_cache(model, absorb=False, **options), generation_config=config, disable_compile=True
+        **inputs,
+        past_key_values=make_cache(model, absorb=False, **options),
+        generation_config=config,
+        disable_compile=True,
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

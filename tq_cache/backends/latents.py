@@ -23,7 +23,7 @@ PIECE_ELEMENTS = 2**26
 
 @dataclass(frozen=True, eq=False)
 class KVProjection:
-    """The weight that expands latents, [H, n + v, rank] (transformers' kv_b_proj); of a head, `nope` = n rows of keys."""
+    """The weight that expands latents, [H, n + v, rank] (transformers' kv_b_proj): per head `nope` = n rows of keys."""
 
     weight: torch.Tensor
     nope: int
@@ -108,7 +108,7 @@ def _causal(num_queries: int, length: int, start: int, end: int, device: torch.d
 
 
 def _pieces(view: KVView, tokens: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """Start, end, latents and rotary keys in the model's dtype, [B, 1, n, ...], at most `tokens` (whole blocks) each."""
+    """Start, end, latents and rotary keys in the model's dtype, [B, 1, n, ...], whole blocks, at most `tokens`."""
     if view.sink_keys is not None and view.sink_values is not None:
         yield 0, view.sink_length, view.sink_keys, view.sink_values
     if view.key is not None and view.value is not None:

@@ -1,5 +1,7 @@
 """float8 weights that attention over latents cannot absorb, made dense."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,12 +20,10 @@ def densify_kv_b_proj(model: nn.Module, dtype: torch.dtype | None = None) -> int
     dtype = dtype or getattr(model, "dtype", None)
     if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"expected a floating dtype of 16 bits or more for the dense weights, got {dtype}; pass dtype")
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "kv_b_proj" and hasattr(module, "weight_scale_inv")
+    named: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "kv_b_proj"
     }
-    found = {name: module for name, module in found.items() if module.weight.itemsize == 1}
+    found = {name: x for name, x in named.items() if hasattr(x, "weight_scale_inv") and x.weight.itemsize == 1}
     if not found:
         raise ValueError("expected a model with a float8 kv_b_proj (FP8Linear), got none; nothing is to be made dense")
     for name, module in found.items():
@@ -39,7 +39,7 @@ def densify_kv_b_proj(model: nn.Module, dtype: torch.dtype | None = None) -> int
 
 
 @torch.no_grad()
-def _dense(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
+def _dense(module: Any, dtype: torch.dtype) -> nn.Linear:
     """The same linear map with a weight [out, in] in `dtype`."""
     weight, scale = module.weight.float(), module.weight_scale_inv.float()
     if scale.dim() == 2:  # one per block; the last block of a row or column may be smaller

@@ -10,8 +10,8 @@ same code in every such model of transformers.  Its steps are recorded, and no t
     k_rot.expand                      Shared      [B, H, T, d]
     .new_empty                        Joined      [B, H, T, n + d], written in two Slots
 
-Attention finds the latents, the rotary keys and the weight behind them (`absorbed.absorption`).  Whatever else is done with a
-record is done with the tensor that it stands for, which is then made, and said (`Update.expand`).
+Attention finds the latents, the rotary keys and the weight behind them (`absorbed.absorption`).  Whatever else is done
+with a record is done with the tensor that it stands for, which is then made, and said (`Update.expand`).
 
 Records are no tensors but plain objects: torch.compile traces them away, and an autograd function that hands on its
 argument (tensor parallelism) hands on the record.
@@ -268,7 +268,8 @@ class PerHead(Record):
         wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         if not kwargs and wanted[:3] == tuple(self.shape[:3]) and len(wanted) == 4:
             return Joined(self, wanted[3])
-        return torch.empty(wanted, **{"dtype": self.dtype, "device": self.device} | kwargs)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device} | kwargs
+        return torch.empty(wanted, **options)
 
 
 class Part(Record):

@@ -54,7 +54,7 @@ class PackedLayer(DynamicLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             return outside_graph(PackedLayer._append, self, key_states, value_states, True)
         return self._append(key_states, value_states)
@@ -123,7 +123,7 @@ class PreallocatedLayer(PackedLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, Any]:
         if self.flat is None or key_states.shape[2] > 1:
             compiling = torch.compiler.is_compiling()
             return outside_graph(PreallocatedLayer._append, self, key_states, value_states, compiling)
