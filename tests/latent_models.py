@@ -9,6 +9,8 @@ import transformers
 from architectures import LAYERS, _spread_weights, build, tiny_config
 from transformers import GenerationConfig, PreTrainedModel
 
+from tq_cache.compat import RESET_KEEPS_LENGTH
+
 MODELS_FOLDER = Path(transformers.__file__).parent / "models"
 
 # Latents shared by layers, and layers without a rotary part; a rotary width of 0 everywhere.
@@ -50,7 +52,11 @@ _MODULES = (
     "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note glm4_moe_lite glm_moe_dsa hy_v4 "
     "kimi_linear longcat_flash minicpm3 youtu"
 ).split()
-LATENT_MODELS: list[str] = [name for name in [*_MODULES, *_OUTSIDE] if (MODELS_FOLDER / name).is_dir()]
+EXPANDING_MODELS: list[str] = [name for name in [*_MODULES, *_OUTSIDE] if (MODELS_FOLDER / name).is_dir()]
+# Sparse attention (DSA): never preallocated, and up to 5.17 expanded before it is cached, as keys and values.
+INDEXED = {"axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4", "glm5_next"}
+INDEXED_LATENTS = not RESET_KEEPS_LENGTH  # of 5.18 on
+LATENT_MODELS = [name for name in EXPANDING_MODELS if INDEXED_LATENTS or name not in INDEXED]
 
 
 @lru_cache(maxsize=4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from error_budget import exact_parts, relative_error
-from latent_models import latent_model
+from latent_models import INDEXED_LATENTS, latent_model
 from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.integrations import finegrained_fp8
@@ -186,6 +186,7 @@ def test_calibration_sees_queries_of_latents(monkeypatch):
     assert seen["counts"].sum(dim=1).tolist() == [100, 90]
 
 
+@pytest.mark.skipif(not INDEXED_LATENTS, reason="up to transformers 5.17 sparse attention caches expanded keys")
 def test_sparse_attention_reads_what_was_chosen(monkeypatch):
     """`indices` go to the backend, where few tokens are to be read; the reference masks the others."""
     model = latent_model("deepseek_v32")

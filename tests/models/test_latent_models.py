@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from architectures import build, prompt
-from latent_models import LATENT_MODELS, latent_model
+from latent_models import INDEXED, LATENT_MODELS, latent_model
 from transformers import CompileConfig, GenerationConfig
 
 from tq_cache import TurboQuantCache
@@ -32,8 +32,6 @@ ROLLS_BACK = {"prompt_lookup", "assisted"}
 DEFAULT = {
     ("deepseek_v3", mode) for mode in ("greedy", "left_padding", "beam", "prompt_lookup", "large_chunks", "second_turn")
 } | {("deepseek_v32", "greedy"), ("glm5_next", "greedy"), ("mistral_large4", "left_padding"), ("minicpm3", "greedy")}
-# Sparse attention is not preallocated.
-INDEXED = {"axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4", "glm5_next"}
 
 
 def cases(names, modes) -> list:

@@ -77,7 +77,8 @@ class PackedLayer(DynamicLayer):
         return self.storage.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
+        if self.storage.length:  # a layer that shares another's keys holds an indexer's alone (Mistral Large 4)
+            self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
 
     def reset(self) -> None:
         self.storage.clear()
