@@ -62,14 +62,15 @@ class PackedLayer(DynamicLayer):
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, traced: bool = False) -> tuple[Any, Any]:
         """`update`; traced: torch.compile traces what comes then, which would guard on every length in a record."""
         reads_bits = self.config._attn_implementation == ATTENTION_NAME
+        if self.absorbs and traced:
+            reads_bits = False
+            self.path = "expanded: torch.compile traces only steps of preallocated memory (max_cache_len)"
         view = self.storage.append(key_states, value_states, queries_follow=reads_bits)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if reads_bits and self.absorbs and not traced:
+        if reads_bits and self.absorbs:
             return Update(self, (key_states, value_states), view.length, view=view).records()
         if reads_bits:
-            if self.absorbs:
-                self.path = "expanded: torch.compile traces only steps of preallocated memory (max_cache_len)"
             return KVHandle(view, "key"), KVHandle(view, "value")
         return materialize(view, "key"), materialize(view, "value")
 
