@@ -38,8 +38,16 @@ def logits_and_tokens(model, cache, length: int = 24) -> tuple[torch.Tensor, tor
     return torch.stack(out.logits), out.sequences
 
 
-def run_one(model_type: str) -> tuple[int, int]:
-    """Check one architecture; returns how many of its cache's layers are packed, and how many there are."""
+def reads(model_type: str, cache: TurboQuantCache) -> str:
+    """What attention reads of packed layers, in words."""
+    if attention_for(model_type) is None:
+        return "dequantised"
+    latents = {layer.path for layer in cache.layers if getattr(layer, "absorbs", False)}
+    return ", ".join(sorted(f"{path} latents" for path in latents)) or "packed bits"
+
+
+def run_one(model_type: str) -> tuple[int, int, str]:
+    """Check one architecture; returns how many of its cache's layers are packed, how many there are, and `reads`."""
     own, model = build(model_type), build(model_type, attention_for(model_type))
 
     def cache(of, **options):
@@ -63,12 +71,13 @@ def run_one(model_type: str) -> tuple[int, int]:
     assert distance < 2e-3, f"packed attention is {distance:.4f} standard deviations from dequantised attention"
     packed = [layer for layer in bits.layers if hasattr(layer, "storage") and layer.storage.length]
     assert all(layer.storage.packed_length == 128 for layer in packed)
-    return len(packed), len(bits.layers)
+    return len(packed), len(bits.layers), reads(model_type, bits)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architecture(model_type):
-    run_one(model_type)
+    *_, path = run_one(model_type)
+    assert path == "absorbed latents" or "latents" not in path
 
 
 def test_at_least_a_hundred():
@@ -82,8 +91,7 @@ def main() -> None:
     rows, good = [], 0
     for model_type in ARCHITECTURES:
         try:
-            packed, layers = run_one(model_type)
-            path = "packed bits" if attention_for(model_type) else "dequantised"
+            packed, layers, path = run_one(model_type)
             rows.append(f"| {model_type} | ok | {packed} of {layers} | {path} |")
             good += 1
         except Exception as error:
