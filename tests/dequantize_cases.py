@@ -7,10 +7,10 @@ from error_budget import seeded
 
 from tq_cache.backends import quantizers
 from tq_cache.backends.calibration import calibrate
-from tq_cache.formats.presets import FORMATS
+from tq_cache.formats.presets import FORMATS, ROLES
 from tq_cache.formats.states import PackedStates
 
-ALL = [(role, name) for role, formats in FORMATS.items() for name, fmt in formats.items() if fmt.scale != "per_token"]
+ALL = [(role, name) for role in ROLES for name, fmt in FORMATS[role].items() if fmt.scale != "per_token"]
 
 
 @dataclass(frozen=True)

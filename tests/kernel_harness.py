@@ -96,8 +96,11 @@ def recorded_launches() -> Iterator[list[Any]]:
         Launch.run = run
 
 
-def empty_states(role: str, fmt: Format, dim: int, tokens: int = 256, calibrated: bool = True, batch: int = 2) -> Any:
-    """Packed states of two KV heads without memory, for launches that are compiled alone; centred, keys smoothed."""
+def empty_states(
+    role: str, fmt: Format, dim: int, tokens: int = 256, calibrated: bool = True, batch: int = 2, heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
+    """Packed states without memory, for launches compiled alone: centred, keys smoothed, exact ones in `dtype`."""
     from tq_kernels.states import States
 
     from tq_cache.backends.triton import coding_of
@@ -105,14 +108,15 @@ def empty_states(role: str, fmt: Format, dim: int, tokens: int = 256, calibrated
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    head_scale, vectors = fmt.scale == "per_head", [empty(torch.float32, batch, 2, 1, dim) for _ in range(2)]
+    head_scale, vectors = fmt.scale == "per_head", [empty(torch.float32, batch, heads, 1, dim) for _ in range(2)]
+    packed, block = (dtype, 64 * dim) if fmt.exact else (torch.uint8, 8 * dim * fmt.bits)
     return States(
-        empty(torch.uint8, batch, 2, tokens // 64, 8 * dim * fmt.bits),
-        None if head_scale else empty(torch.float16, batch, 2, tokens),
-        empty(torch.float16, batch, 2, tokens) if fmt.has_zero else None,
+        empty(packed, batch, heads, tokens // 64, block),
+        None if head_scale or fmt.exact else empty(torch.float16, batch, heads, tokens),
+        empty(torch.float16, batch, heads, tokens) if fmt.has_zero else None,
         vectors[0] if calibrated else None,
         vectors[1] if calibrated and role == "key" else None,
-        empty(torch.float32, batch, 2, 1, 1) if head_scale else None,
+        empty(torch.float32, batch, heads, 1, 1) if head_scale else None,
         empty(torch.float32, dim, dim) if fmt.rotated else None,
         coding_of(fmt),
     )

@@ -164,4 +164,13 @@ def append_case(device: str = "cpu") -> bool:
     tails = torch.zeros(2, 3, 9, 96, device=device)[..., :80], torch.zeros(2, 3, 9, 64, device=device)
     append(keys, values, *tails, 2)
     expected = [torch.nn.functional.pad(x, (0, 0, 2, 2)) for x in (keys, values)]
-    return all(torch.equal(*pair) for pair in zip(tails, expected, strict=True))
+    return all(torch.equal(*pair) for pair in zip(tails, expected, strict=True)) and _append_without_values(device)
+
+
+def _append_without_values(device: str) -> bool:
+    """The same of latents without rotary keys."""
+    from tq_kernels.store.append import append
+
+    keys, tail = torch.randn(2, 1, 5, 512, device=device), torch.zeros(2, 1, 9, 512, device=device)
+    append(keys, keys[..., :0], tail, tail[..., :0], 2)
+    return torch.equal(tail, torch.nn.functional.pad(keys, (0, 0, 2, 2)))

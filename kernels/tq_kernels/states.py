@@ -12,14 +12,14 @@ import torch
 from .launch import aligned
 
 BLOCK_TOKENS = 64
-E4M3, E5M2 = (0, 0), (5, 0)  # in place of a table, for codes of 8 bits
+E4M3, E5M2, INT8 = (0, 0), (5, 0), (1, 0)  # in place of a table, for codes of 8 bits
 
 # How the stored factor follows from a vector (`tq_cache.formats.presets.Format.scale`).
-PER_HEAD, NORM, UNBIASED, MIN_MAX = range(4)
+PER_HEAD, NORM, UNBIASED, MIN_MAX, LARGEST, EXACT = range(6)
 
 
 class Code(NamedTuple):
-    """How codes become numbers: eight table bytes as two 32-bit words; of 8 bits there is none, but E4M3 or E5M2."""
+    """How codes become numbers: eight table bytes as two 32-bit words; of 8 bits no table, but E4M3, E5M2 or INT8."""
 
     bits: int
     table: tuple[int, int]
@@ -87,9 +87,10 @@ class Tensors(NamedTuple):
 class Coding(NamedTuple):
     """How vectors are coded.
 
-    bits:       8, 4, 3 or 2
-    rule:       PER_HEAD (float8), NORM, UNBIASED (both rotated) or MIN_MAX (not rotated, with a zero)
-    magnitudes: half of the symmetric codebook, ascending, exact in e4m3; empty for float8
+    bits:       8, 4, 3 or 2; 16 of what is not coded, of any dtype
+    rule:       PER_HEAD (float8), NORM, UNBIASED (both rotated), MIN_MAX (not rotated, with a zero), LARGEST (rotated,
+                int8) or EXACT (not coded)
+    magnitudes: half of the symmetric codebook, ascending, exact in e4m3; empty for 8 bits and 16
     unit:       what makes the codebook fit data of variance 1
     exponent:   exponent bits of the float8 format: 4 (e4m3) or 5 (e5m2)
     """
@@ -102,10 +103,23 @@ class Coding(NamedTuple):
 
     @property
     def rotated(self) -> bool:
-        return self.rule in (NORM, UNBIASED)
+        return self.rule in (NORM, UNBIASED, LARGEST)
+
+    def head_dim(self, block: int) -> int:
+        """Of blocks of so many bytes, or elements where they are exact."""
+        return block // BLOCK_TOKENS if self.exact else block // (8 * self.bits)
+
+    @property
+    def exact(self) -> bool:
+        """Whether elements stay in the model's dtype."""
+        return self.rule == EXACT
 
     @property
     def code(self) -> Code:
+        """Of what is coded."""
+        assert not self.exact
+        if self.rule == LARGEST:
+            return Code(8, INT8)
         if self.bits == 8:
             return Code(8, E5M2 if self.exponent == 5 else E4M3)
         return Code(self.bits, code_table(self.magnitudes))
@@ -126,8 +140,8 @@ class States(_States):
     """Packed keys, or values.
 
     packed:     uint8 [B, H_kv, blocks, 8 * D * bits], contiguous in the last two dimensions, bits as drawn in
-                `tq_cache/formats/packing.py`
-    scale:      float16 [B, H_kv, blocks * 64], contiguous in the last dimension, or None (float8)
+                `tq_cache/formats/packing.py`; EXACT in the model's dtype, [B, H_kv, blocks, 64 * D], token after token
+    scale:      float16 [B, H_kv, blocks * 64], contiguous in the last dimension, or None (float8, EXACT)
     zero:       float16, likewise (MIN_MAX), or None
     center:     float32 [B, H_kv, 1, D] contiguous, or None
     smooth:     float32 [B, H_kv, 1, D] contiguous (keys), or None
@@ -138,7 +152,7 @@ class States(_States):
 
     @property
     def head_dim(self) -> int:
-        return self.packed.shape[3] // (8 * self.coding.bits)
+        return self.coding.head_dim(self.packed.shape[3])
 
     @property
     def capacity(self) -> int:
@@ -151,7 +165,7 @@ class States(_States):
 
     @cached_property
     def read(self) -> Packed:
-        """What attention reads of it."""
+        """What attention reads of it, where it is coded."""
         scale = self.head_scale if self.scale is None else self.scale
         assert scale is not None
         return Packed(self.packed, scale, self.zero)
@@ -168,7 +182,7 @@ class States(_States):
     def layout(self) -> "Layout":
         """All that a launch depends on but the addresses."""
         strides = tuple(None if x is None else x.stride() for x in self.tensors)
-        return _layout(self.packed.shape, strides, aligned(*self.tensors), self.coding)
+        return _layout(self.packed.shape, strides, aligned(*self.tensors), self.coding, self.packed.dtype)
 
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the tensors fit each other and have room for `tokens`."""
@@ -177,7 +191,8 @@ class States(_States):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Shape of packed bytes, of each of the tensors the strides and the alignment (None if there is none), the coding.
+    """Shape of packed bytes, of each of the tensors the strides and the alignment (None if there is none), the coding,
+    the dtype of what is packed.
 
     Equal ones are one object, so that looking up what was worked out for one is cheap.
     """
@@ -186,10 +201,11 @@ class Layout:
     strides: tuple[tuple[int, ...] | None, ...]
     aligned: tuple[bool | None, ...]
     coding: Coding
+    dtype: torch.dtype = torch.uint8
 
     @property
     def head_dim(self) -> int:
-        return self.shape[3] // (8 * self.coding.bits)
+        return self.coding.head_dim(self.shape[3])
 
     @property
     def blocks(self) -> int:
@@ -214,19 +230,13 @@ class Layout:
 
     def check(self, tokens: int) -> None:
         """See `States.check`."""
-        bits, rule = self.coding.bits, self.coding.rule
-        size, strides = self.shape[3], self.strides[0]
-        assert strides is not None
-        if self.head_dim % 16 or size != 8 * self.head_dim * bits or strides[2:] != (size, 1):
-            raise ValueError(
-                f"expected blocks of 8 * D * {bits} bytes, D a multiple of 16, contiguous in the last two "
-                f"dimensions, got {list(self.shape)} with strides {strides}"
-            )
+        rule = self.coding.rule
+        self._check_blocks()
         if tokens > self.blocks * BLOCK_TOKENS:
             raise ValueError(f"expected room for {tokens} tokens, got {self.blocks} blocks of {BLOCK_TOKENS}")
         given = dict(zip(Tensors._fields, self.strides, strict=True))
         wanted = {
-            "scale": rule != PER_HEAD,
+            "scale": rule not in (PER_HEAD, EXACT),
             "zero": rule == MIN_MAX,
             "head_scale": rule == PER_HEAD,
             "rotation": self.coding.rotated,
@@ -235,6 +245,21 @@ class Layout:
             if needed != (given[name] is not None):
                 raise ValueError(f"expected {'a' if needed else 'no'} {name} with rule {rule}, got the opposite")
         self._check_factors(given["scale"], given["zero"])
+
+    def _check_blocks(self) -> None:
+        """EXACT ones may be empty: not every layer has rotary keys."""
+        size, strides, bits = self.shape[3], self.strides[0], self.coding.bits
+        assert strides is not None
+        step = BLOCK_TOKENS if self.coding.exact else 8 * bits
+        contiguous = strides[2:] == (size, 1) or (self.coding.exact and not size)
+        if self.head_dim % 16 or size != step * self.head_dim or not contiguous:
+            unit = "64 * D elements" if self.coding.exact else f"8 * D * {bits} bytes"
+            raise ValueError(
+                f"expected blocks of {unit}, D a multiple of 16, contiguous in the last two dimensions, "
+                f"got {list(self.shape)} with strides {strides}"
+            )
+        if (self.dtype == torch.uint8) == self.coding.exact:
+            raise ValueError(f"expected packed bytes in uint8, exact elements in another dtype, got {self.dtype}")
 
     def _check_factors(self, scale: tuple[int, ...] | None, zero: tuple[int, ...] | None) -> None:
         """Kernels step through scales and zeros alike."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .device import Device
-from .states import Layout
+from .states import BLOCK_TOKENS, Layout
 
 
 class Arithmetic(NamedTuple):
@@ -217,6 +217,35 @@ def _vectors(layout: Layout | None, exact: bool) -> Vectors | None:
         return None
     signs = not layout.smoothed and layout.head_dim & (layout.head_dim - 1) == 0
     return Vectors(*layout.coding, layout.head_dim, 2 if exact and layout.coding.rotated and not signs else 1)
+
+
+# --- Latents and rotary keys.
+
+LATENT_WARPS = 4
+LATENT_ELEMENTS = 8192  # of a tile: 64 a thread, as many as registers hold
+
+
+def latent_tokens(width: int) -> int:
+    """Tokens of a program, at most a block."""
+    return min(LATENT_ELEMENTS // width, BLOCK_TOKENS)
+
+
+def latent_options(dtype: torch.dtype, device: Device) -> dict[str, int]:
+    """Launch options of the kernels that write latents and rotary keys: three programs a multiprocessor."""
+    options = {"num_warps": LATENT_WARPS}
+    if device.is_nvidia and dtype != torch.float32:
+        options["maxnreg"] = 168
+    return options
+
+
+def latent_choices(latent: Layout, rotary: Layout, dtype: torch.dtype, device: Device) -> dict[str, Any]:
+    """Constants of the kernels that write latents and rotary keys, which rotate in float32."""
+    return dict(
+        LATENT=_vectors(latent, False),
+        ROTARY=_vectors(rotary, False) if rotary.head_dim else None,
+        ARITHMETIC=quantize_arithmetic(dtype, device)._replace(operand=tl.float32),
+        TOKENS=latent_tokens(latent.head_dim),
+    )
 
 
 # --- Append and dequantise.

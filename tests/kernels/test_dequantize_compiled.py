@@ -9,12 +9,12 @@ import pytest
 from dequantize_cases import ALL
 from kernel_harness import DTYPES, TARGETS, compile_launch, device_of, empty_states, print_line, run_script
 
-from tq_cache.formats.presets import FORMATS
+from tq_cache.formats.presets import FORMATS, ROLES
 
 
 def compile_all(target: str, full: str) -> None:
     wanted = [(role, name, "bf16", 64) for role, name in ALL]
-    wanted += [(role, "tq3", dtype, dim) for role in FORMATS for dtype, dim in (("fp16", 80), ("fp32", 256))]
+    wanted += [(role, "tq3", dtype, dim) for role in ROLES for dtype, dim in (("fp16", 80), ("fp32", 256))]
     few = [("key", "tq3", "bf16", 64), ("value", "uniform4", "fp32", 128), ("key", "fp8_e4m3", "fp16", 80)]
     for role, name, dtype, dim in wanted if full == "full" else few:
         _compile(target, role, FORMATS[role][name], dtype, dim)

@@ -16,6 +16,7 @@ from . import hardware, reference
 BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_KERNEL_HEAD_DIM = 256
+LATENT_RANKS, ROTARY_DIMS = (128, 256, 512), (0, 32, 64)
 
 
 class Backend(Protocol):
@@ -142,14 +143,16 @@ def choose_backend(name: str, keys: torch.Tensor, values: torch.Tensor) -> Backe
     """
     if torch.compiler.is_compiling():
         return reference
-    return _choose(name, keys.device, keys.dtype, max(keys.shape[-1], values.shape[-1]))
+    return _choose(name, keys.device, keys.dtype, keys.shape[1], keys.shape[-1], values.shape[-1])
 
 
 @lru_cache(maxsize=256)
-def _choose(name: str, device: torch.device, dtype: torch.dtype, widest: int) -> Backend:
+def _choose(
+    name: str, device: torch.device, dtype: torch.dtype, kv_heads: int, key_dim: int, value_dim: int
+) -> Backend:
     if name == "reference":
         return reference
-    problem = _no_kernels(device) or _not_for_kernels(dtype, widest)
+    problem = _no_kernels(device) or _not_for_kernels(dtype, kv_heads, key_dim, value_dim)
     if problem is None:
         return _kernels()
     if name == "triton":
@@ -164,12 +167,27 @@ def describe(device: torch.device | str) -> str:
     return f"{hardware.REFERENCE} ({problem})" if problem else f"Triton kernels, {hardware.detect(device).decode_path}"
 
 
-def _not_for_kernels(dtype: torch.dtype, widest: int) -> str | None:
-    if widest > MAX_KERNEL_HEAD_DIM:
-        return f"the kernels take a head_dim up to {MAX_KERNEL_HEAD_DIM}, got {widest}"
+def _not_for_kernels(dtype: torch.dtype, kv_heads: int, key_dim: int, value_dim: int) -> str | None:
+    """Why the kernels do not take keys and values, or latents and rotary keys, of these widths; None if they do."""
+    if _are_latents(kv_heads, key_dim, value_dim):
+        if key_dim not in LATENT_RANKS or value_dim not in ROTARY_DIMS:
+            return (
+                f"the kernels take latents of {LATENT_RANKS} channels beside rotary keys of {ROTARY_DIMS}, got "
+                f"{key_dim} and {value_dim}"
+            )
+    elif max(key_dim, value_dim) > MAX_KERNEL_HEAD_DIM:
+        return f"the kernels take a head_dim up to {MAX_KERNEL_HEAD_DIM}, got {max(key_dim, value_dim)}"
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take bfloat16, float16 or float32, got {dtype}"
     return None
+
+
+def _are_latents(kv_heads: int, key_dim: int, value_dim: int) -> bool:
+    """Whether keys are latents and values rotary keys: one KV head, and so few channels, fewer than keys.
+
+    Should a model have such values, the reference computes, unless the widths are those of latents.
+    """
+    return kv_heads == 1 and value_dim <= max(ROTARY_DIMS) and value_dim < key_dim
 
 
 @lru_cache(maxsize=64)

@@ -8,12 +8,17 @@ import torch
 from tq_kernels.decode.plan import decode
 from tq_kernels.decode.problem import MAX_QUERIES
 from tq_kernels.prefill.attend import prefill
-from tq_kernels.states import MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
+from tq_kernels.states import EXACT, LARGEST, MIN_MAX, NORM, PER_HEAD, UNBIASED, Coding, States
 from tq_kernels.store.append import append as append_tokens
+from tq_kernels.store.dequantize import MAX_HEAD_DIM
 from tq_kernels.store.dequantize import dequantize as dequantize_states
+from tq_kernels.store.dequantize_rows import dequantize_rows
+from tq_kernels.store.latents import store_latents
 from tq_kernels.store.quantize import quantize
 from tq_kernels.store.update import update
+from tq_kernels.store.update_latents import update_latents
 
+from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Format
 from ..formats.rotation import rotation_matrix
 from ..formats.states import KVView, PackedStates, PreallocatedStates
@@ -33,6 +38,8 @@ _RULES = {
     "norm": NORM,
     "unbiased": UNBIASED,
     "min_max": MIN_MAX,
+    "largest": LARGEST,
+    "exact": EXACT,
 }
 
 
@@ -59,8 +66,9 @@ def coding_of(fmt: Format) -> Coding:
 
 def store_pair(key: PackedStates, value: PackedStates, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
     """See `Backend.store_pair`: one launch."""
+    write = store_latents if value.role == "rotary" else quantize
     with _on(keys.device):
-        quantize(states_of(key), states_of(value), keys, values, start)
+        write(states_of(key), states_of(value), keys, values, start)
 
 
 def append(
@@ -73,7 +81,12 @@ def append(
 
 def dequantize(states: PackedStates, length: int, dtype: torch.dtype) -> torch.Tensor:
     """See `Backend.dequantize`."""
+    if states.format.exact:
+        rows = states.packed.unflatten(3, (BLOCK_TOKENS, states.head_dim)).flatten(2, 3)
+        return rows[:, :, :length].to(dtype, copy=True)
     with _on(states.packed.device):
+        if states.role == "rotary" or states.head_dim > MAX_HEAD_DIM:
+            return dequantize_rows(states_of(states), length, dtype)
         return dequantize_states(states_of(states), length, dtype, value=states.role == "value")
 
 
@@ -157,8 +170,9 @@ def attend_preallocated(
 
 def update_preallocated(states: PreallocatedStates, keys: torch.Tensor, values: torch.Tensor) -> None:
     """See `Backend.update_preallocated`: one launch; the device is not waited for."""
+    write = update_latents if states.value.role == "rotary" else update
     with _on(keys.device):
-        update(
+        write(
             keys.detach(),
             values.detach(),
             states_of(states.key),

@@ -33,3 +33,13 @@ def hadamard(x, FIRST: tl.constexpr, LAST: tl.constexpr):
         own = tl.where(tl.arange(0, 2) == 0, 0.0, -2.0)  # a + b to a - b
         x = (tl.sum(pair, 1, keep_dims=True) + pair * own[None, :, None]).reshape(x.shape)
     return x
+
+
+@triton.jit
+def hadamard_in_registers(x, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """As `hadamard`, for bits of columns that one thread holds: a step less, elsewhere a move through shared memory."""
+    for bit in tl.static_range(FIRST, LAST):
+        pair = x.reshape(x.numel >> (bit + 1), 2, 1 << bit)
+        a, b = tl.split(pair.permute(0, 2, 1))
+        x = tl.join(a + b, a - b).permute(0, 2, 1).reshape(x.shape)
+    return x

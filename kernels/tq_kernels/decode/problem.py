@@ -10,6 +10,7 @@ from ..states import BLOCK_TOKENS, Layout, States
 from ..tuning import Arithmetic
 
 MAX_QUERIES = 16
+MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,6 +77,8 @@ def check(given: Key, key: Layout, value: Layout) -> None:
             f"expected keys [{batch}, a divisor of {heads}, n, {dim}] and values that differ at most in head_dim, "
             f"got {list(keys.shape)} and {list(values.shape)}"
         )
+    if max(dim, values.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"expected a head_dim of at most {MAX_HEAD_DIM}, got {dim} and {values.shape[3]}")
     found = (*key.shape[:2], key.head_dim, *value.shape[:2], value.head_dim)
     if found != (batch, kv_heads, dim, batch, kv_heads, values.shape[3]):
         raise ValueError(

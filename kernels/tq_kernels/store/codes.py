@@ -159,6 +159,15 @@ def uniform_codes(x, inside, VECTORS: tl.constexpr):
 
 
 @triton.jit
+def int8_codes(r):
+    """Codes of rotated r [N, WIDTH], int8 as bytes, and their scale, float16 [N]: the largest element is 127 steps."""
+    scale = _half(tl.reduce(tl.abs(r), 1, _larger) / 127)
+    steps = r * (1 / _divisor(scale.to(tl.float32)))[:, None]
+    rounded = tl.clamp(tl.where(steps == steps, steps, 0.0), -127.0, 127.0) + _ROUND
+    return (rounded.to(tl.int32, bitcast=True) & 255).to(tl.uint8), scale
+
+
+@triton.jit
 def _divide(x, scale, LIMIT: tl.constexpr):
     """x / scale, rounded as a division is (Markstein), beyond 2 * LIMIT somewhere beyond it; NaN for inf."""
     scale = tl.maximum(scale, 2.0**-126)

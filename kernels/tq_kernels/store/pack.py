@@ -45,7 +45,7 @@ def row_place(row, BITS: tl.constexpr, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def _place(index, sign, part, i, BITS: tl.constexpr, PLANE: tl.constexpr):
+def place_codes(index, sign, part, i, BITS: tl.constexpr, PLANE: tl.constexpr):
     """What codes put into their word of a plane (drawn in `tq_cache/formats/packing.py`), all else zero."""
     if BITS == 4:
         return (index << (16 * part + 4 * i)) | (sign << (8 * i + 7 - 4 * part))
@@ -91,7 +91,7 @@ def store_key_plane(block, index, sign, token, valid, BITS: tl.constexpr, DIM: t
     ROW: tl.constexpr = DIM // (4 * PARTS)
     TYPE: tl.constexpr = tl.int16 if PLANE else tl.int32
     part, _, i = column_place(tl.arange(0, index.shape[1]), index.shape[1], PARTS)
-    words = _sum_columns(_place(index, sign, part[None, :], i[None, :], BITS, PLANE), PARTS)
+    words = _sum_columns(place_codes(index, sign, part[None, :], i[None, :], BITS, PLANE), PARTS)
     word = tl.arange(0, words.shape[1])[None, :]
     base = (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE))
     tl.store(base + (token % _BLOCK)[:, None] * ROW + word, words.to(TYPE), mask=valid[:, None] & (word < ROW))
@@ -118,14 +118,14 @@ def store_value_plane(
     """Write one plane of codes of a block of values; bits of tokens before `start` stay."""
     TYPE: tl.constexpr = tl.int16 if PLANE else tl.int32
     part, _, i = row_place(tl.arange(0, 64), BITS, ROTATED)
-    words = _sum_rows(_place(index, sign, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
+    words = _sum_rows(place_codes(index, sign, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
     place, mask = _value_places(
         (block + PLANE * (_BLOCK * DIM // 4)).to(tl.pointer_type(TYPE)), words, number, end, DIM
     )
     if number * _BLOCK < start:
         ONES: tl.constexpr = (1 << (BITS - 1)) - 1
         before = (token < start).to(tl.int32)[:, None]
-        kept = _sum_rows(_place(before * ONES, before, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
+        kept = _sum_rows(place_codes(before * ONES, before, part[:, None], i[:, None], BITS, PLANE), BITS, ROTATED)
         words = _with_old(words, kept, place, mask)
     tl.store(place, words.to(TYPE), mask=mask)
 

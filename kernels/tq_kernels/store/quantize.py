@@ -242,7 +242,7 @@ def _plan(
     """For tokens of so many `blocks`; raises ValueError unless keys and values fit each other and the packed states."""
     pairs = [(layout, x) for layout, x in ((key, keys), (value, values)) if layout is not None or x is not None]
     for layout, x in pairs:
-        _check(layout, x, pairs[0][1])
+        check_vectors(layout, x, pairs[0][1])
     first = pairs[0][1] if pairs else None
     if first is None:
         return _Plan(Program(_quantize_kernel, device, {}, {}), (0, 0, 0), (None, None))
@@ -260,7 +260,7 @@ def _strides(layout: Layout | None, x: Signature | None) -> StoreStrides | None:
     return None if layout is None or x is None else StoreStrides(TokenSteps(*x.strides[:3]), layout.stored_strides)
 
 
-def _check(layout: Layout | None, x: Signature | None, first: Signature | None) -> None:
+def check_vectors(layout: Layout | None, x: Signature | None, first: Signature | None) -> None:
     """Raise ValueError unless x goes with the `first` one and with the packed states."""
     if layout is None or x is None or first is None or len(first.shape) != 4:
         raise ValueError("expected keys [B, H_kv, T, D] with key, and values with value, got one without the other")

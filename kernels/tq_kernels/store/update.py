@@ -50,7 +50,7 @@ TICKET = tl.constexpr(1 << 32)
 
 
 @triton.jit
-def _count_token(num_tokens, max_length):
+def count_token(num_tokens, max_length):
     """How many tokens there were before this launch, int32; its last program counts the new one, if there is room.
 
     Reading is taking a ticket, in the upper half of the count: whoever gets the last one knows that every program has
@@ -65,9 +65,8 @@ def _count_token(num_tokens, max_length):
 
 
 @triton.jit
-def _put(vector, buffer, steps, place, DIM: tl.constexpr):
+def put_token(vector, buffer, steps, batch, head, place, DIM: tl.constexpr):
     """One vector to its place in a buffer."""
-    batch, head = tl.program_id(2).to(tl.int64) // 2, tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     buffer += batch * steps.batch + head * steps.head + place.to(tl.int64) * steps.token
     tl.store(buffer + channel, vector, mask=channel < DIM)
@@ -84,7 +83,7 @@ def _update_side(
     vector = tl.load(new, mask=channel < VECTORS.dim)
     number = count - sizes.num_sinks  # among those that are no sinks
     if number >= 0:
-        _put(vector, exact.ring, strides.store.x, number % sizes.ring_slots, VECTORS.dim)
+        put_token(vector, exact.ring, strides.store.x, batch, head, number % sizes.ring_slots, VECTORS.dim)
         start = tl.maximum(number - sizes.residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
         if number - start == sizes.residual_length + BLOCK_TOKENS - 1:
             tl.debug_barrier()  # the new token may be one of the block
@@ -92,7 +91,7 @@ def _update_side(
             end = start + BLOCK_TOKENS
             quantize_blocks(ring, states, strides.store, start, end, VALUE, VECTORS, ARITHMETIC, 1, 1)
     elif exact.sinks is not None:
-        _put(vector, exact.sinks, strides.sinks, count, VECTORS.dim)
+        put_token(vector, exact.sinks, strides.sinks, batch, head, count, VECTORS.dim)
 
 
 @triton.jit
@@ -101,7 +100,7 @@ def _update_kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     """Keys or values, each `Exact`, by the last axis of the grid."""
-    count = _count_token(num_tokens, sizes.max_length)
+    count = count_token(num_tokens, sizes.max_length)
     if count < sizes.max_length:
         if tl.program_id(2) % 2 == 0:
             _update_side(keys, key, key_strides, count, sizes, False, KEY, ARITHMETIC)
@@ -167,7 +166,7 @@ def _plan(
     value: Layout, residual_length: int, max_length: int, present: tuple[bool | None, ...],
 ) -> _Plan:  # fmt: skip
     """Raises ValueError as `update` does; keys, values: of `Exact`; present: whether `num_tokens` is aligned."""
-    strides = _checked_strides(keys, key), _checked_strides(values, value)
+    strides = checked_strides(keys, key), checked_strides(values, value)
     new, ring, sinks = keys
     assert new is not None and ring is not None
     constants, options = quantize_choices(key, value, new.dtype, device)
@@ -176,7 +175,7 @@ def _plan(
     return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)
 
 
-def _checked_strides(exact: tuple[Signature | None, ...], layout: Layout) -> UpdateStrides:
+def checked_strides(exact: tuple[Signature | None, ...], layout: Layout) -> UpdateStrides:
     """Raises ValueError unless the new token and its buffers fit each other and the packed states."""
     new, ring, sinks = exact
     assert new is not None and ring is not None
