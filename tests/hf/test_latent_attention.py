@@ -3,7 +3,7 @@
 import pytest
 import torch
 from error_budget import exact_parts, relative_error
-from latent_models import INDEXED_LATENTS, latent_model
+from latent_models import INDEXED, LATENT_MODELS, latent_model
 from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.integrations import finegrained_fp8
@@ -186,10 +186,10 @@ def test_calibration_sees_queries_of_latents(monkeypatch):
     assert seen["counts"].sum(dim=1).tolist() == [100, 90]
 
 
-@pytest.mark.skipif(not INDEXED_LATENTS, reason="up to transformers 5.17 sparse attention caches expanded keys")
-def test_sparse_attention_reads_what_was_chosen(monkeypatch):
-    """`indices` go to the backend, where few tokens are to be read; the reference masks the others."""
-    model = latent_model("deepseek_v32")
+@pytest.mark.parametrize("name", [name for name in ("deepseek_v3", "deepseek_v32") if name in LATENT_MODELS])
+def test_sparse_attention_reads_what_was_chosen(name, monkeypatch):
+    """`indices`, of models that choose, go to the backend, which is to read few tokens; the reference masks others."""
+    model = latent_model(name)
     calls, attend = [], reference.attend_latents
 
     def spy(*args, **options):
@@ -202,7 +202,8 @@ def test_sparse_attention_reads_what_was_chosen(monkeypatch):
     with torch.no_grad():
         for chunk in ids.split([145, 4, 1], 1):
             model(chunk, past_key_values=cache)
-    assert [x.shape for x in calls] == [torch.Size([2, 4, 16])] * 4 + [torch.Size([2, 1, 16])] * 4
+    chosen = [(2, 4, 16)] * 4 + [(2, 1, 16)] * 4
+    assert [x if x is None else tuple(x.shape) for x in calls] == (chosen if name in INDEXED else [None] * 8)
 
 
 def test_indices_narrow_masks(generator):
