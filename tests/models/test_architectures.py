@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
+from latent_models import EXPANDING_MODELS, latent_model
 from transformers import DynamicCache
 
 from tq_cache import TurboQuantCache
+from tq_cache.planning.geometry import model_geometry
+from tq_cache.planning.layers import PACKABLE
 
 # These look their attention up in a dict of their own, which knows no registered name: the cache dequantises for them.
 OWN_ATTENTION_ONLY = {"falcon", "git", "gpt_neo", "gptj"}
@@ -84,6 +87,35 @@ def test_at_least_a_hundred():
     assert len(ARCHITECTURES) >= 100
 
 
+LATENTS = """## Latents (MLA)
+
+Every model of transformers that caches latents, the last three without a causal LM mapping; sizes are those of the
+default config of its class.  A long prompt's first forward reads exact keys and values, as the model expands them;
+later ones of many queries expand a piece of the packed tokens at a time.  All of them are absorbed with
+`attn_implementation="turboquant"` alone; README says what else is not.
+
+| model type | latent + rotary key | steps | with max_cache_len |
+|---|---|---|---|"""
+
+
+def latent_row(model_type: str) -> str:
+    """A line of the table of models that cache latents: the sizes, and how steps of both kinds of caches read them."""
+    model, paths = latent_model(model_type), []
+    layers = model_geometry(type(model.config)()).layers
+    sizes = {f"{x.key_dim} + {x.value_dim}": None for x in layers if x.latent and x.key_dim and x.kind in PACKABLE}
+    for options in ({}, {"max_cache_len": 256}):
+        try:
+            cache = TurboQuantCache(model.config, residual_length=64, **options)
+            inputs = prompt(model, PACKED_PROMPT)
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=4, disable_compile=True)
+        except NotImplementedError as error:
+            paths.append(f"refused: {str(error).split(';')[0]}")
+            continue
+        held = [x for x in cache.layers if getattr(x, "absorbs", False) and x.storage.length]
+        paths.append(", ".join(sorted({layer.path for layer in held})))
+    return f"| {model_type} | {', '.join(sizes)} | {' | '.join(paths)} |"
+
+
 def main() -> None:
     """Print the table, in Markdown."""
     torch.set_num_threads(1)
@@ -102,6 +134,8 @@ def main() -> None:
     )
     print("| model type | result | layers packed | attention reads |\n|---|---|---|---|")
     print("\n".join(rows))
+    print(f"\n{LATENTS}")
+    print("\n".join(map(latent_row, EXPANDING_MODELS)))
     print("\n## Not tested\n\n| model type | reason |\n|---|---|")
     print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
 
