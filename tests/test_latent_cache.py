@@ -87,13 +87,11 @@ def test_formats_of_keys_are_those_of_latents(name):
         assert layer.storage.backend == ("reference" if name.endswith("token") else "auto")
 
 
-@pytest.mark.parametrize("model_type", ("deepseek_v3", "minicpm3", "kimi_linear"))
+@pytest.mark.parametrize("model_type", [x for x in ("deepseek_v3", "minicpm3", "kimi_linear") if x in ARCHITECTURES])
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize(("attention", "length"), [("sdpa", None), ("turboquant", None), ("turboquant", 512)])
 def test_steps_of_a_model(model_type, rotary, attention, length):
     """Float8 latents and rotary keys of 8 bits or more: logits are near those of the exact cache."""
-    if model_type not in ARCHITECTURES:
-        pytest.skip("not in this version of transformers")
     model = build(model_type, attention)
     ids = torch.randint(3, 99, (2, 300), generator=torch.Generator().manual_seed(0))
     logits = []
