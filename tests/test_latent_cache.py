@@ -87,8 +87,10 @@ def test_formats_of_keys_are_those_of_latents(name):
         assert layer.storage.backend == ("reference" if name.endswith("token") else "auto")
 
 
-@pytest.mark.parametrize("model_type", [x for x in ("deepseek_v3", "minicpm3", "kimi_linear") if x in ARCHITECTURES])
-@pytest.mark.parametrize("rotary", ROTARY)
+@pytest.mark.parametrize(
+    ("model_type", "rotary"),
+    [*(("deepseek_v3", rotary) for rotary in ROTARY), ("minicpm3", "int8"), ("kimi_linear", "fp8_e4m3")],
+)
 @pytest.mark.parametrize(("attention", "length"), [("sdpa", None), ("turboquant", None), ("turboquant", 512)])
 def test_steps_of_a_model(model_type, rotary, attention, length):
     """Float8 latents and rotary keys of 8 bits or more: logits are near those of the exact cache."""
