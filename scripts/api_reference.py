@@ -20,7 +20,10 @@ def reference() -> str:
     pages = [f"# tq_cache\n\n{_block(inspect.getdoc(tq_cache) or '')}\n\nMade by `scripts/api_reference.py`.\n"]
     for name in sorted(tq_cache.__all__, key=str.lower):
         found = getattr(tq_cache, name)
-        pages.append(_class(name, found) if inspect.isclass(found) else _value(name, found))
+        if isinstance(found, FunctionType):
+            pages.append(f"## {name}\n\n{_documented(f'{name}{_signature(found)}', found)}\n")
+        else:
+            pages.append(_class(name, found) if inspect.isclass(found) else _value(name, found))
     return "\n".join(pages)
 
 

@@ -68,7 +68,7 @@ CASES = (
         "tq3, 512": Case("tq3", "exact", 512, batch=2, ends=(64, 65, 70)),
         "fp8_e4m3, 512": Case("fp8_e4m3", "fp8_e4m3", 512, calibrated=False),
         "tq2, 256": Case("tq2", "int8", 256, dim=32),
-        "no rotary part": Case("nc3", "exact", 256, dim=0, batch=2),
+        "no rotary part": Case("nc3", "exact", 256, dim=0),
     }
     | {f"special, {name}": Case(name, rotary, damage=True) for name, rotary in (("tq4", "int8"), ("nc3", "fp8_e5m2"))}
     | {"special, float8": Case("fp8_e5m2", "exact", damage=True)}
@@ -147,4 +147,4 @@ STEPS = {
     "fewer than sinks": Steps(sink_tokens=140),
     "never packed": Steps(residual_length=192, sink_tokens=4),
 }
-FAST_STEPS = ("tq4, int8", "tq3, exact", "fp8", "no rotary part", "0 and 4", "fewer than sinks")
+FAST_STEPS = ("tq4, int8", "tq3, exact", "fp8", "no rotary part", "fewer than sinks", "never packed")

@@ -2,6 +2,7 @@
 
 import torch
 
+from tq_cache.backends import quantizers
 from tq_cache.formats import packing
 from tq_cache.formats.packing import BLOCK_TOKENS
 from tq_cache.formats.presets import PRESETS
@@ -21,10 +22,13 @@ def tokens(generator, count: int, batch: int = 2, key_dim: int = 32, value_dim: 
 
 
 def codes_of(states: PackedStates, count: int) -> torch.Tensor:
-    """Everything stored for each of the first `count` tokens as integers: codes, scale and zero, [B, H, count, n]."""
-    width = BLOCK_TOKENS if states.role == "value" else states.head_dim
+    """Everything stored for each of the first `count` tokens, [B, H, count, n]: codes, scale and zero as integers, or
+    the elements of the exact format."""
+    if states.format.exact:
+        return quantizers.decode(states, states.packed.dtype)[:, :, :count]
+    width = BLOCK_TOKENS if states.by_channel else states.head_dim
     codes = packing.unpack(states.packed, states.format.bits, width)
-    codes = (codes.transpose(-1, -2) if states.role == "value" else codes).flatten(2, 3)
+    codes = (codes.transpose(-1, -2) if states.by_channel else codes).flatten(2, 3)
     factors = [f.view(torch.int16)[..., None] for f in (states.scale, states.zero) if f is not None]
     return torch.cat([codes.to(torch.int16), *factors], dim=-1)[:, :, :count]
 

@@ -10,8 +10,9 @@ from tq_cache.formats.presets import FORMATS, Format
 from tq_cache.formats.states import Calibration, PackedStates
 
 PLAIN = Calibration()
-ALL_FORMATS = [(role, fmt) for role, formats in FORMATS.items() for fmt in formats.values()]
-ROTATED = [(role, fmt) for role, fmt in ALL_FORMATS if fmt.rotated]
+# All that code vectors: not "exact".
+ALL_FORMATS = [(role, fmt) for role, formats in FORMATS.items() for fmt in formats.values() if not fmt.exact]
+ROTATED = [(role, fmt) for role, fmt in ALL_FORMATS if fmt.rotated and fmt.codebook is not None]
 UNIFORM = [fmt for fmt in FORMATS["value"].values() if fmt.has_zero]
 FLOAT8 = [fmt for fmt in FORMATS["key"].values() if fmt.scale == "per_head"]
 

@@ -12,12 +12,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .cache import TurboQuantCache
 from .formats.presets import FORMATS, PRESETS
 from .hf.attention import turboquant_attention
+from .hf.dense import densify_kv_b_proj
 from .hf.layers import ATTENTION_NAME
 from .hf.masks import turboquant_mask
 from .report import CacheReport
 
 __version__ = "0.1.0"
-__all__ = ["FORMATS", "PRESETS", "CacheReport", "TurboQuantCache", "__version__"]
+__all__ = ["FORMATS", "PRESETS", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
 
 AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
-from .formats.presets import Preset, resolve_preset
+from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
+from .planning.geometry import latent_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
@@ -34,7 +35,12 @@ class TurboQuantCache(DynamicCache):
 
     config:          the model's config
     preset:          a name in `PRESETS`; key, value, center and smooth change it, and no other layer's
-    key, value:      formats that replace the preset's (`presets.FORMATS`)
+    key, value:      formats that replace the preset's (`presets.FORMATS`).  Layers that cache latents (MLA) store them
+                     in that of keys, since a latent is read as key and as value
+    rotary:          format of the rotary keys that such layers cache beside latents: "exact" (the model's dtype),
+                     "int8" (one scale per token), "fp8_e4m3" or "fp8_e5m2"; other models take none
+    absorb:          whether attention reads latents as they are ("turboquant"; other attention never does); False: they
+                     are dequantised and the model expands them
     residual_length: the newest so many tokens stay in the model's dtype; tokens are packed in blocks of 64, so up to 63
                      more wait for theirs
     sink_tokens:     so many first tokens stay in the model's dtype
@@ -46,10 +52,10 @@ class TurboQuantCache(DynamicCache):
     center:          subtract a fixed vector per KV head from keys ("both": from values too); None: as the preset
     smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1; None:
                      as the preset
-    k_scale:         scale of float8 keys: a number, or a tensor with one element or one per KV head; or a list of such,
-                     one per layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other
-                     formats take none
-    v_scale:         likewise, of float8 values
+    k_scale:         scale of float8 keys, latents and rotary keys: a number, or a tensor with one element or one per KV
+                     head; or a list of such, one per layer.  Without it, that of the checkpoint if it ships one, else
+                     measured.  Layers of other formats take none
+    v_scale:         likewise, of float8 values; for layers that cache latents none, or k_scale
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
                      CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
@@ -65,6 +71,8 @@ class TurboQuantCache(DynamicCache):
         *,
         key: str | None = None,
         value: str | None = None,
+        rotary: str = "exact",
+        absorb: bool = True,
         residual_length: int = 128,
         sink_tokens: int = 4,
         skip_layers: Sequence[str | int] | str | int = ("sliding_window",),
@@ -89,8 +97,10 @@ class TurboQuantCache(DynamicCache):
         self.config = decoder_config(config)
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
         self.plans: list[LayerPlan] = plan_layers(
-            layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets
+            *(layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets),
+            *(latent_layers(self.config), rotary),
         )
+        self._check_value_format(value)
         self._warn_if_nothing_is_packed()
         self._max_cache_len = max_cache_len
         layers = own_layers(self.config, max_cache_len)
@@ -99,7 +109,10 @@ class TurboQuantCache(DynamicCache):
         for plan in self.plans:
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
-                layers[plan.index] = packed_layer(plan.kind, storage, self.config, layers[plan.index])
+                layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
+                layer.absorbs = plan.latent and absorb
+                layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
+                layers[plan.index] = layer
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
@@ -108,12 +121,22 @@ class TurboQuantCache(DynamicCache):
         length = self._max_cache_len
         preset, newest, sinks = plan.preset, residual_length, sink_tokens
         if preset is None:
-            preset, newest, sinks = self.preset, UNLIMITED if length is None else round_up(length), 0
+            preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
+            newest, sinks = UNLIMITED if length is None else round_up(length), 0
         else:
             backend = backend_for(preset, backend)
         if length is not None:
             return PreallocatedStorage(preset, newest, sinks, length, backend, given)
         return GrowingStorage(preset, newest, sinks, backend, given)
+
+    def _check_value_format(self, value: str | None) -> None:
+        """Raise ValueError on a format of values where there are none."""
+        packed = [plan for plan in self.plans if plan.packed]
+        if value is not None and packed and all(plan.latent for plan in packed):
+            raise ValueError(
+                f"expected no format of values, since this model caches latents, which are stored in the format of "
+                f"keys, got {value!r}; give it as key=, or that of rotary keys as rotary="
+            )
 
     def _warn_if_nothing_is_packed(self) -> None:
         if not any(plan.packed for plan in self.plans):

@@ -16,7 +16,8 @@ from .planning.layers import LayerPlan
 @dataclass(frozen=True)
 class LayerReport:
     """One layer: what it is `stored` as (and why, where that is not the cache's preset), `tokens` it holds, `nbytes` of
-    all its tensors, `bytes_16bit` the same keys and values would take."""
+    all its tensors, `bytes_16bit` the same keys and values would take.  `path` says how attention last read it, and
+    why, where latents are cached."""
 
     index: int
     kind: str
@@ -24,6 +25,7 @@ class LayerReport:
     tokens: int
     nbytes: int
     bytes_16bit: int
+    path: str = ""
 
     @property
     def bits_per_element(self) -> float:
@@ -58,15 +60,16 @@ class CacheReport:
         from rich.table import Table
 
         table = Table(title=f"TurboQuantCache, preset {self.preset}")
-        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element"):
-            table.add_column(heading, justify="left" if heading in ("kind", "stored as") else "right")
+        paths = ["attention"] if any(layer.path for layer in self.layers) else []
+        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element", *paths):
+            table.add_column(heading, justify="left" if heading in ("kind", "stored as", "attention") else "right")
         for layer in self.layers:
             table.add_row(
                 *[str(layer.index), layer.kind, layer.stored, f"{layer.tokens:,}", f"{layer.nbytes:,}"],
-                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}"],
+                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *([layer.path] if paths else [])],
             )
         table.add_section()
-        table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}", "")
+        table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}")
         console = Console(file=StringIO(), width=120)
         console.print(table)
         for scales in self.scales:
@@ -87,7 +90,8 @@ def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
     if isinstance(layer, PackedLayer):
         stored = f"{layer.storage.dtype or '-'}".removeprefix("torch.")
         if plan.preset is not None:
-            stored = f"K {plan.preset.key.name}, V {plan.preset.value.name}"
+            first, second = ("latent", "rotary") if plan.latent else ("K", "V")
+            stored = f"{first} {plan.preset.key.name}, {second} {plan.preset.value.name}"
         tokens, elements = layer.storage.length, layer.storage.num_elements
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
@@ -95,7 +99,8 @@ def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
     stored = f"{stored} ({plan.reason})" if plan.reason else stored
-    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements)
+    path = getattr(layer, "path", "")
+    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path)
 
 
 def held_bytes(layer: Any) -> int:

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from vectors import calibrate, every_float8, every_format, gaussian, read_back, relative_mse, stored
+from vectors import PLAIN, calibrate, every_float8, every_format, gaussian, read_back, relative_mse, stored
 
 from tq_cache.backends import quantizers, reference
 from tq_cache.backends.calibration import FLOAT8_HEADROOM
 from tq_cache.backends.calibration import calibrate as measure
+from tq_cache.formats.presets import EXACT
 from tq_cache.formats.states import PackedStates
 
 # ---------------------------------------------------------------------------------------------------------- float8
@@ -214,3 +215,25 @@ def test_storing_in_two_steps_gives_the_bits_of_one(role, fmt, split, generator)
         reference.dequantize(pieces, 150, torch.float64), reference.dequantize(whole, 150, torch.float64)
     )
     assert torch.equal(pieces.packed[:, :, :2], whole.packed[:, :, :2])
+
+
+# ---------------------------------------------------------------------------------------------------------- exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("head_dim", (0, 32, 64))
+def test_exact_is_what_was_handed_over(head_dim, dtype, generator):
+    """In any order of writing, bad elements too; of no width at all as well."""
+    x = gaussian(generator, 2, 2, 150, head_dim).to(dtype)
+    if head_dim:
+        x[0, 1, 33, 7], x[1, 0, 70, 3] = torch.nan, torch.inf
+    states = PackedStates.empty("rotary", EXACT, x, 192, PLAIN)
+    assert (states.scale, states.zero) == (None, None)
+    assert states.packed.dtype == dtype and states.packed.shape == (2, 2, 3, 64 * head_dim)
+    reference.store(states, 3 * x[:, :, :90], 0)  # left behind
+    reference.store(states, x[:, :, :70], 0)
+    reference.store(states, x[:, :, 70:], 70)
+    read = reference.dequantize(states, 150, dtype)
+    assert read.dtype == dtype and read.shape == x.shape
+    assert torch.equal(read.nan_to_num(7.0), x.nan_to_num(7.0))
+    assert torch.equal(states.tokens(64, 150).packed, states.packed[:, :, 1:])

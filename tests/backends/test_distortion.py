@@ -20,7 +20,7 @@ from vectors import (
 
 from tq_cache.backends import quantizers, reference
 from tq_cache.formats.codebook import Codebook
-from tq_cache.formats.presets import Format
+from tq_cache.formats.presets import FORMATS, Format
 from tq_cache.formats.rotation import rotate
 
 # ------------------------------------------------------------------------------------------------------ distortion
@@ -92,6 +92,27 @@ def test_distortion_of_min_max_codes(fmt, head_dim, generator):
     assert relative_mse(x, read_back(x, "value", fmt)) == pytest.approx(expected, rel=0.02)
 
 
+INT8 = FORMATS["rotary"]["int8"]
+
+
+def mean_square_largest(n: int) -> float:
+    """E[max |x|^2] of n values of N(0, 1)."""
+    x = torch.linspace(0, 8, 8001, dtype=torch.float64)
+    return float((2 * x * (1 - torch.erf(x / math.sqrt(2)) ** n)).sum() * 0.001)
+
+
+@pytest.mark.parametrize("size", (1e-3, 1.0, 300.0))
+@pytest.mark.parametrize("head_dim", (32, 64))
+@pytest.mark.parametrize("outlier", (1.0, 8.0))
+def test_distortion_of_int8(head_dim, size, outlier, generator):
+    """Steps of largest / 127, the largest itself exact; rotated, a dominant channel is harmless."""
+    x = size * gaussian(generator, 1, 2, 200_000 // head_dim // 2, head_dim)
+    x[..., 3] *= outlier
+    expected = mean_square_largest(head_dim) / 127**2 / 12 * (1 - 1 / head_dim)
+    error = relative_mse(x, read_back(x, "rotary", INT8))
+    assert error == pytest.approx(expected, rel=0.02) if outlier == 1 else error < 1.15 * expected
+
+
 @every_float8
 @pytest.mark.parametrize("size", (1e-3, 1.0, 300.0))
 def test_distortion_of_float8(fmt, size, generator):
@@ -139,6 +160,31 @@ def test_codes_are_the_nearest_in_the_rotated_space(role, fmt, generator):
     unit = rotate(x) / x.norm(dim=-1, keepdim=True) * math.sqrt(80) / fmt.codebook.unit
     values = fmt.codebook.values(dtype=torch.float64)
     assert torch.equal(codes.int(), (unit[..., None] - values).abs().argmin(dim=-1).int())
+
+
+@pytest.mark.parametrize("head_dim", (32, 48, 64))
+def test_int8_codes_are_the_nearest_and_reach_127(head_dim, generator):
+    """The scale is largest / 127 in float16, the codes are nearest to that: half a step off, and no code is -128."""
+    x = gaussian(generator, 2, 3, 70, head_dim) * torch.logspace(-2, 3, 70)[:, None]
+    states = stored(x, "rotary", INT8)
+    r = rotate(x.double())
+    torch.testing.assert_close(
+        states.scale[:, :, :70].double(), r.abs().amax(dim=-1) / 127, rtol=1.1 * HALF_ROUNDING, atol=0
+    )
+    codes = quantizers.decode(states, torch.float64)[:, :, :70]
+    assert (codes.abs().amax(dim=-1) == 127).all()
+    step = states.scale[:, :, :70, None].double()
+    clipped = 127 * HALF_ROUNDING  # steps by which the largest may be beyond 127 of them
+    assert ((codes - r / step).abs() <= 0.5 + 1.1 * clipped).all()
+    assert (((codes - r / step).abs() <= 0.5 + 1e-3) | (codes.abs() == 127)).all()
+
+
+@pytest.mark.parametrize("size", (1e-9, 1e-7, 1e-6, 1e-5))
+def test_int8_of_tiny_vectors_is_no_further_off_than_zero(size, generator):
+    """Where the scale is subnormal, or zero, in float16."""
+    x = size * gaussian(generator, 1, 2, 500, 64)
+    read = read_back(x, "rotary", INT8)
+    assert ((x.double() - read).norm(dim=-1) <= x.double().norm(dim=-1)).all()
 
 
 @every_uniform

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
 from typer.testing import CliRunner
 
 import tq_cache
@@ -65,6 +65,15 @@ def test_plan_from_a_config(tmp_path):
     assert set(PRESETS) < set(rows)
     assert "4,294,967,296" in rows["16-bit"] and f"{8 * 10**9 // 131072:,}" in rows["16-bit"]
     assert float(rows["4bit_nc"].split("│")[4]) == pytest.approx(16 * 134 / 512, rel=0.02)
+
+
+def test_plan_of_latents(tmp_path):
+    DeepseekV3Config().save_pretrained(tmp_path)
+    for rotary, size in {"exact": 128, "int8": 66}.items():
+        output = run("plan", "--model", tmp_path, "--presets", "tq4", "--rotary", rotary).output
+        rows = [[cell.strip() for cell in line.split("│")] for line in output.splitlines() if line.startswith("│")]
+        assert rows[0][1:6] == ["61", "full_attention, latents", "1", "512", "64"]
+        assert float(rows[-1][4]) == pytest.approx(16 * (258 + size) / 1152, rel=0.02)
 
 
 def test_plan_of_layers_with_presets_of_their_own(tmp_path):
@@ -127,6 +136,7 @@ def test_eval_says_what_was_not_run(tmp_path):
         (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "tq4"], "expected layer presets such as 0=fp8_e4m3"),
         (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "0=tq4,0=tq3"], "got two for layer 0"),
         (["plan", "--model", EMBEDDED_MODEL, "--layer-presets", "8=tq4"], "expected a layer index from -8 to 7"),
+        (["plan", "--model", EMBEDDED_MODEL, "--rotary", "int8"], "expected no format of rotary keys"),
         (["plan", "--model", EMBEDDED_MODEL, "--skip-format", "tq4"], "expected 'boundary' or layer indices"),
         (["generate", "--prompt", "x", "--layer-presets", "0=foo"], "for layer 0 in layer_presets, got 'foo'"),
         (["eval", "--out", "/nowhere/r.json"], "expected a folder"),

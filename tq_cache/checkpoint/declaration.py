@@ -32,6 +32,7 @@ NOT_QUANTIZED = "none"
 # Formats without a config field for KV scales, but with tensors: their names have to say it.
 SAID_BY_TENSORS = (NOT_QUANTIZED, "fp8")
 # model.layers.3.self_attn.k_scale, .attn.k_scale, .k_proj.k_scale, .qkv_proj.k_scale, .k_proj.output_scale, .kv_scale
+# (likewise where latents are cached, whose scale that of keys is: no tensor is named for them)
 ENDINGS: dict[str, tuple[Role, ...]] = {
     ".k_scale": ("key",),
     ".v_scale": ("value",),

@@ -2,14 +2,15 @@
 
 Codes are sign and magnitude: bit `bits-1` is the sign, the bits below index a magnitude, so that code
 `c` stands for `codebook[c]` with `codebook[c + 2**(bits-1)] == -codebook[c]`.  8-bit codes are the bytes
-of a float8 format.
+of a float8 format, or of int8.
 
 Tokens are packed in blocks of `BLOCK_TOKENS`.  A block is a matrix of `rows` x `n` codes, packed along `n`:
 
     keys     rows = tokens,   n = head_dim   (token-major:   contiguous along the contraction of q.k)
     values   rows = head_dim, n = tokens     (channel-major: contiguous along the contraction of p.v)
 
-This is the order in which fp8 tensor cores take both operands.  Bytes of one row, by number of bits:
+This is the order in which fp8 tensor cores take both operands.  Latents, which are keys and values at once, and rotary
+keys are packed as keys.  Bytes of one row, by number of bits:
 
 8 bits: byte j is code j.
 

@@ -12,6 +12,7 @@ Role = Literal["key", "value", "rotary"]
 ScaleRule = Literal["per_head", "per_token", "norm", "unbiased", "min_max", "largest", "exact"]
 ROLES: tuple[Role, Role] = ("key", "value")
 LATENT_ROLES: tuple[Role, Role] = ("key", "rotary")
+NOUNS: dict[Role, str] = {"key": "keys", "value": "values", "rotary": "rotary keys"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ _FLOAT8_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _FLOAT8 = {name: Format(name, 8, "per_head", float8=dtype) for name, dtype in _FLOAT8_TYPES.items()} | {
     f"{name}_token": Format(f"{name}_token", 8, "per_token", float8=dtype) for name, dtype in _FLOAT8_TYPES.items()
 }
+EXACT = Format("exact", 16, "exact")
 FORMATS: dict[Role, dict[str, Format]] = {
     "key": _FLOAT8
     | {f"nc{bits}": Format(f"nc{bits}", bits, "norm", GAUSSIAN[bits]) for bits in (4, 3)}
@@ -73,7 +75,7 @@ FORMATS: dict[Role, dict[str, Format]] = {
     "value": _FLOAT8
     | {f"uniform{bits}": Format(f"uniform{bits}", bits, "min_max", UNIFORM[bits]) for bits in (4, 3)}
     | {f"tq{bits}": Format(f"tq{bits}", bits, "unbiased", GAUSSIAN[bits]) for bits in (4, 3, 2)},
-    "rotary": {"exact": Format("exact", 16, "exact"), "int8": Format("int8", 8, "largest")}
+    "rotary": {EXACT.name: EXACT, "int8": Format("int8", 8, "largest")}
     | {name: _FLOAT8[name] for name in _FLOAT8_TYPES},
 }
 

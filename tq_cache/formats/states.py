@@ -94,7 +94,8 @@ class KVView:
     tail_keys, tail_values: [B, H_kv, n, D], the newest tokens in the model's dtype, those of this update included
     backend:                who computes on it, see `backends`
     observe:                to be shown the queries [B, H_q, S, D] of the newest tokens and their mask before attention,
-                            for which calibration waits, or (None, None) where they are not to be had; None: no need
+                            for which calibration waits, or (None, None) where they are not to be had; None: no need.
+                            A third argument, [B, H_q, S', D] to [B, H_q, S', rank], makes queries of latents of some
     """
 
     tail_keys: torch.Tensor
@@ -105,7 +106,7 @@ class KVView:
     sink_keys: torch.Tensor | None = None
     sink_values: torch.Tensor | None = None
     backend: str = "auto"
-    observe: Callable[[torch.Tensor | None, torch.Tensor | None], None] | None = None
+    observe: Callable[..., None] | None = None
 
     @property
     def sink_length(self) -> int:

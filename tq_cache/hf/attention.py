@@ -1,7 +1,7 @@
 """The attention function behind `attn_implementation="turboquant"`.  No maths here.
 
-Three ways, side by side in `turboquant_attention`: layers that are not packed, the first prefill (all tokens are still
-exact), and attention over packed tokens (decode, or a chunk over a packed past).
+Four ways, side by side in `turboquant_attention`: layers that are not packed, the first prefill (all tokens are still
+exact), attention over packed tokens (decode, or a chunk over a packed past), and over latents (`absorbed`).
 """
 
 from typing import Any
@@ -13,8 +13,10 @@ from ..backends import choose_backend
 from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
+from .absorbed import absorption, attend_absorbed, expand
 from .graph_ops import PreallocatedHandle, attend_handle
 from .handles import paired_view, plain
+from .latent import plain_record
 from .masks import with_bias
 
 
@@ -44,14 +46,22 @@ def turboquant_attention(
     """
     _refuse(kwargs, dropout, module)
     indices, bias, sinks = kwargs.get("indices"), kwargs.get("position_bias"), kwargs.get("sinks")
-    mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
     if sinks is not None and s_aux is not None:
         raise ValueError("expected sinks or s_aux, got both: they mean the same")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sink_logits = _sink_logits(sinks, s_aux)
+    found = absorption(query, key, value)
+    if found is not None and bias is None:
+        options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
+        out = attend_absorbed(query, found, attention_mask, indices, attention_mask, options)
+        if out is not None:
+            return _output(out)
+        key, value = expand(found)
+    key, value = plain_record(key), plain_record(value)
+    mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
-    sink_logits = _sink_logits(sinks, s_aux)
     if isinstance(key, PreallocatedHandle):
         return _output(attend_handle(query, key, mask, sink_logits, scaling, softcap))
     options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)

@@ -154,6 +154,35 @@ def _(query, buffers, calibration, num_tokens, mask, sink_logits, scaling, softc
     return query.new_empty(*query.shape[:3], buffers[1].shape[3])
 
 
+@torch.library.custom_op("tq_cache::attend_latents", mutates_args=())
+def attend_latents(
+    content: torch.Tensor,
+    rotary: torch.Tensor,
+    buffers: list[torch.Tensor],
+    calibration: list[torch.Tensor],
+    num_tokens: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    spec: str,
+) -> torch.Tensor:
+    """`Backend.attend_latents_preallocated`: of queries [B, H_q, 1, rank] and [B, H_q, 1, d], [B, H_q, 1, rank].
+
+    mask: as that of `attend`
+    """
+    states = unflatten(Flat(buffers, calibration, num_tokens, spec))
+    backend = choose_backend(states.backend, states.ring_keys, states.ring_values)
+    return backend.attend_latents_preallocated(
+        content, rotary, states, mask, scaling, softcap=softcap, sink_logits=sink_logits
+    )
+
+
+@attend_latents.register_fake
+def _(content, rotary, buffers, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    return content.new_empty(content.shape)
+
+
 @torch.library.custom_op("tq_cache::materialize", mutates_args=())
 def materialize(
     buffers: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, role: str, spec: str

@@ -17,6 +17,7 @@ from ..storage.base import LayerStorage
 from ..storage.preallocated import PreallocatedStorage
 from . import graph_ops
 from .handles import KVHandle, materialize
+from .latent import Update
 
 ATTENTION_NAME = "turboquant"
 
@@ -28,6 +29,8 @@ class PackedLayer(DynamicLayer):
     """
 
     is_croppable = True
+    absorbs = False  # whether it holds latents, which attention may read as they are
+    path = ""  # how attention read latents last: "absorbed", or "expanded: why"; "" before, and of other layers
 
     def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
         self.storage = storage
@@ -51,13 +54,22 @@ class PackedLayer(DynamicLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
-            return outside_graph(PackedLayer.update, self, key_states, value_states)
+            return outside_graph(PackedLayer._append, self, key_states, value_states, True)
+        return self._append(key_states, value_states)
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, traced: bool = False) -> tuple[Any, Any]:
+        """`update`; traced: torch.compile traces what comes then, which would guard on every length in a record."""
         reads_bits = self.config._attn_implementation == ATTENTION_NAME
+        if self.absorbs and traced:
+            reads_bits = False
+            self.path = "expanded: torch.compile traces only steps of preallocated memory (max_cache_len)"
         view = self.storage.append(key_states, value_states, queries_follow=reads_bits)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if reads_bits and self.absorbs:
+            return Update(self, (key_states, value_states), view.length, view=view).records()
         if reads_bits:
             return KVHandle(view, "key"), KVHandle(view, "value")
         return materialize(view, "key"), materialize(view, "value")
@@ -66,7 +78,8 @@ class PackedLayer(DynamicLayer):
         return self.storage.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
+        if self.storage.length:  # a layer that shares another's keys holds an indexer's alone (Mistral Large 4)
+            self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
 
     def reset(self) -> None:
         self.storage.clear()
@@ -112,13 +125,16 @@ class PreallocatedLayer(PackedLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, Any]:
         if self.flat is None or key_states.shape[2] > 1:
-            return outside_graph(PreallocatedLayer._append, self, key_states, value_states)
+            compiling = torch.compiler.is_compiling()
+            return outside_graph(PreallocatedLayer._append, self, key_states, value_states, compiling)
         self.storage.admit(key_states, value_states)
         self.storage.before_step()
         buffers, calibration, num_tokens, spec = self.flat
         torch.ops.tq_cache.update(key_states, value_states, buffers, calibration, num_tokens, spec)
+        if self.config._attn_implementation == ATTENTION_NAME and self.absorbs:
+            return Update(self, (key_states, value_states), self.max_cache_len, flat=self.flat).records()
         if self.config._attn_implementation == ATTENTION_NAME:
             return graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
         return (
@@ -126,8 +142,8 @@ class PreallocatedLayer(PackedLayer):
             torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "value", spec),
         )
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = super().update(keys, values)
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, traced: bool = False) -> tuple[Any, Any]:
+        pair = super()._append(key_states, value_states, traced)
         if self.flat is None:
             assert self.storage.states is not None
             self.flat = graph_ops.flatten(self.storage.states)

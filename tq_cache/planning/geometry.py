@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
 from ..compat import decoder_config, layer_kinds, own_layers
-from .layers import WITHOUT_KV
+from .layers import PACKABLE, WITHOUT_KV
 
 # Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
 EXPANDED_LATENT = ("deepseek_sparse_attention",)
@@ -19,6 +19,8 @@ EXPANDED_LATENT = ("deepseek_sparse_attention",)
 class LayerGeometry:
     """What one layer caches of a token: `num_kv_heads` keys of `key_dim` and values of `value_dim` elements.
 
+    latent:      multi-head latent attention (MLA): one latent in place of keys, one rotary key, which may have no
+                 elements, in place of values
     window:      tokens attended to by a sliding or chunked layer, which holds one fewer; None: it holds all
     indexer_dim: further elements per token that always stay in the model's dtype (the indexer of sparse attention)
 
@@ -30,6 +32,7 @@ class LayerGeometry:
     num_kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    latent: bool = False
     window: int | None = None
     indexer_dim: int = 0
 
@@ -80,6 +83,17 @@ def model_geometry(config: PreTrainedConfig) -> ModelGeometry:
     return ModelGeometry(decoder.model_type, geometry, tuple(notes))
 
 
+def latent_layers(decoder: PreTrainedConfig) -> dict[int, int]:
+    """The layers that may be packed and cache latents, by index, with the width of their rotary keys, maybe 0."""
+    kinds = layer_kinds(decoder)
+    configs = _config_per_layer(decoder, len(kinds))
+    return {
+        index: _rotary_dim(configs[index], index)
+        for index, kind in enumerate(kinds)
+        if kind in PACKABLE and _caches_latents(configs[index], kind)
+    }
+
+
 def _config_per_layer(decoder: Any, num_layers: int) -> list[Any]:
     """The config as each cache layer sees it: where layers differ, transformers keeps one for each."""
     per_layer = list(getattr(decoder, "per_layer_config", None) or ())
@@ -93,22 +107,52 @@ def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeom
         raise NotImplementedError(
             f"expected layers that cache as transformers' own do, got {kind!r}; its memory is not planned"
         )
-    if _field(config, "kv_lora_rank"):
-        heads, key_dim, value_dim = _latent_dims(config, kind)
-    else:
-        heads, key_dim, value_dim = _num_kv_heads(config, kind), _head_dim(config, kind), _field(config, "v_head_dim")
-    indexed = isinstance(layer, DynamicIndexedLayer)
-    indexer_dim = _field(config, "index_head_dim", "indexer_head_dim") if indexed else 0
+    indexer_dim = _indexer_dim(config, index) if isinstance(layer, DynamicIndexedLayer) else 0
     window = getattr(layer, "sliding_window", None)
-    return LayerGeometry(index, kind, heads, key_dim, value_dim or key_dim, window, indexer_dim)
+    if not _caches_latents(config, kind):
+        return LayerGeometry(index, kind, *_dims(config, kind), False, window, indexer_dim)
+    if _reads_latents_of_another(config, index):
+        return LayerGeometry(index, kind, latent=True, indexer_dim=indexer_dim)
+    dims = 1, _field(config, "kv_lora_rank"), _rotary_dim(config, index)
+    return LayerGeometry(index, kind, *dims, True, window, indexer_dim)
 
 
-def _latent_dims(config: Any, kind: str) -> tuple[int, int, int]:
-    """Multi-head latent attention: the latent is cached in place of keys, the rotary part in place of values."""
-    if kind in EXPANDED_LATENT:
+def _indexer_dim(config: Any, index: int) -> int:
+    """Elements per token of the indexer of sparse attention: a key, of GLM-5.3-Flash a gate and a mark beside it.
+
+    A layer that takes another's choice has none.
+    """
+    modes = getattr(config, "indexer_types", None)
+    if modes and modes[index] == "shared":
+        return 0
+    key_dim = _field(config, "index_head_dim", "indexer_head_dim")
+    return 2 * key_dim + 1 if hasattr(config, "index_kpool") else key_dim
+
+
+def _caches_latents(config: Any, kind: str) -> bool:
+    return bool(_field(config, "kv_lora_rank")) and kind not in EXPANDED_LATENT
+
+
+def _reads_latents_of_another(config: Any, index: int) -> bool:
+    """Mistral Large 4: such a layer has an indexer's keys alone."""
+    sources = getattr(config, "kv_source_layers", None)
+    return sources is not None and sources[index] != index
+
+
+def _rotary_dim(config: Any, index: int) -> int:
+    """Elements of the rotary keys that a layer caches beside latents; Mistral Large 4 has layers without any."""
+    rotary = getattr(config, "no_rope_layers", None)  # by layer, 0: it has none
+    without = _reads_latents_of_another(config, index) or (rotary is not None and not rotary[index])
+    return 0 if without else _field(config, "qk_rope_head_dim")
+
+
+def _dims(config: Any, kind: str) -> tuple[int, int, int]:
+    """KV heads, key_dim and value_dim of a layer that caches no latents."""
+    if _field(config, "kv_lora_rank"):
         key_dim = _field(config, "qk_nope_head_dim") + _field(config, "qk_rope_head_dim")
-        return _num_heads(config), key_dim, _field(config, "v_head_dim")
-    return 1, _field(config, "kv_lora_rank"), _field(config, "qk_rope_head_dim")
+        return _num_heads(config), key_dim, _field(config, "v_head_dim") or key_dim
+    key_dim = _head_dim(config, kind)
+    return _num_kv_heads(config, kind), key_dim, _field(config, "v_head_dim") or key_dim
 
 
 def _num_heads(config: Any) -> int:

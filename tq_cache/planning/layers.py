@@ -6,7 +6,7 @@ Kinds are transformers' own `layer_types`: full_attention, sliding_attention, li
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..formats.presets import PRESETS, Preset
+from ..formats.presets import EXACT, PRESETS, Format, Preset, get_format
 
 # Sparse attention with an indexer (DSA); the second is its name up to 5.17.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -23,12 +23,14 @@ class LayerPlan:
 
     preset: they are packed with it; None: they stay in the model's dtype
     reason: why it is not the cache's preset; empty where it is
+    latent: they are latents and rotary keys, as the preset then is for (`Preset.for_latents`)
     """
 
     index: int
     kind: str
     preset: Preset | None = None
     reason: str = ""
+    latent: bool = False
 
     @property
     def packed(self) -> bool:
@@ -42,6 +44,8 @@ def plan_layers(
     boundary_layers: int,
     skip_format: str | None = None,
     layer_presets: Mapping[int, str] | None = None,
+    latents: Mapping[int, int] | None = None,
+    rotary: str = "exact",
 ) -> list[LayerPlan]:
     """One plan per layer.
 
@@ -51,11 +55,16 @@ def plan_layers(
     boundary_layers: how many layers at each end "boundary" means, among those that hold keys and values
     skip_format:     preset of the layers that "boundary" or an index names; None: the model's dtype
     layer_presets:   presets by layer index, which win over all of these
+    latents:         of the layers that cache latents, by index, the width of their rotary keys, maybe 0
+    rotary:          format of those rotary keys; where there are none, "exact", since there is nothing to pack
 
-    Raises ValueError on unknown words or presets, indices out of range, a skip_format of no layers, layer_presets that
-    name a layer twice or one that cannot be packed, and models without any keys and values; TypeError on layer_presets
-    that are no mapping; NotImplementedError where sliding windows were to be packed.
+    Raises ValueError on unknown words, presets or formats, indices out of range, a skip_format of no layers,
+    layer_presets that name a layer twice or one that cannot be packed, a format of rotary keys where there are none,
+    and models without any keys and values; TypeError on layer_presets that are no mapping; NotImplementedError where
+    sliding windows were to be packed.
     """
+    latents = {} if latents is None else latents
+    rotary_format = _rotary_format(rotary, latents)
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
         raise ValueError(f"expected boundary_layers of 0 or more, got {boundary_layers}")
@@ -81,10 +90,24 @@ def plan_layers(
     said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
     said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
     said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds).items()}
-    return [
-        LayerPlan(index, kind, *(said.get(index, (preset, "")) if kind in PACKABLE else (None, _why_not(kind))))
-        for index, kind in enumerate(kinds)
-    ]
+    plans = []
+    for index, kind in enumerate(kinds):
+        own, reason = said.get(index, (preset, "")) if kind in PACKABLE else (None, _why_not(kind))
+        if own is not None and index in latents:
+            own = own.for_latents(rotary_format if latents[index] else EXACT)
+        plans.append(LayerPlan(index, kind, own, reason, index in latents))
+    return plans
+
+
+def _rotary_format(rotary: str, latents: Mapping[int, int]) -> Format:
+    """The format of that name; there must be latents for any but the exact one."""
+    fmt = get_format("rotary", rotary)
+    if not latents and not fmt.exact:
+        raise ValueError(
+            "expected no format of rotary keys, since no layer that can be packed caches latents (MLA), "
+            f"got {rotary!r}; leave rotary out"
+        )
+    return fmt
 
 
 def _why_not(kind: str) -> str:

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
-from ..formats.rotation import check_head_dim
 from ..formats.states import packed_length_of
 from ..storage.base import round_up
+from ..storage.checks import check_dims
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
 
@@ -38,6 +38,7 @@ class PlanSettings:
     boundary_layers: int = 2
     skip_format: str | None = None
     layer_presets: Mapping[int, str] | None = None
+    rotary: str = "exact"
 
     def __post_init__(self) -> None:
         if self.context < 1 or self.batch < 1:
@@ -127,9 +128,10 @@ def parse_memory(text: str) -> int:
 
 
 def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:
+    latents = {layer.index: layer.value_dim for layer in geometry.layers if layer.latent and layer.kind in PACKABLE}
     return plan_layers(
         *([layer.kind for layer in geometry.layers], preset, settings.skip_layers, settings.boundary_layers),
-        *(settings.skip_format, settings.layer_presets),
+        *(settings.skip_format, settings.layer_presets, latents, settings.rotary),
     )
 
 
@@ -146,11 +148,10 @@ def _exact_bytes(layer: LayerGeometry, settings: PlanSettings, room: int) -> int
 
 def _layer_bytes(layer: LayerGeometry, plan: LayerPlan, settings: PlanSettings) -> int:
     """A layer of a `TurboQuantCache`.  Buffers of our own have room for more tokens, up to a whole block."""
-    if plan.preset is None:
+    if plan.preset is None or not layer.num_kv_heads:
         held = _held(layer, settings)
         return _exact_bytes(layer, settings, round_up(held + 1) if plan.kind in PACKABLE else held)
-    check_head_dim(layer.key_dim)
-    check_head_dim(layer.value_dim)
+    check_dims(layer.key_dim, layer.value_dim, plan.preset)
     # Of fewer tokens than a calibration takes (`storage.first_tokens`) none are packed yet; no plan is about so few.
     packed = packed_length_of(settings.context, settings.residual_length, settings.sink_tokens)
     sinks = settings.sink_tokens if packed else 0

@@ -1,7 +1,7 @@
 """What every storage of one layer does, however it holds its tokens: the contract, and what is the same for all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -120,13 +120,19 @@ class LayerStorage(ABC):
         view = self._append(keys, values)
         return replace(view, observe=partial(self.observe, view) if wanted else None)
 
-    def observe(self, view: KVView, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    def observe(
+        self,
+        view: KVView,
+        query: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        into_keys: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """See `KVView.observe`; `view` is what the update gave."""
         newest = self.newest
         if self.first_tokens.done or newest is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length)
+            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length, into_keys)
             self._observed(view)
 
     @property

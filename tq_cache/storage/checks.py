@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from ..formats.presets import Preset, Role
+from ..formats.presets import NOUNS, Preset, Role
 from ..formats.rotation import check_head_dim
 
 # Shape and dtype, all that is looked at of a tensor here.
@@ -47,14 +47,23 @@ def check_packable(
     keys: torch.Tensor, values: torch.Tensor, preset: Preset, given_scales: Mapping[Role, torch.Tensor]
 ) -> None:
     """Raise ValueError unless keys and values [B, H_kv, T, D] have a head_dim and KV heads that can be packed."""
-    for x, fmt in ((keys, preset.key), (values, preset.value)):
-        if not fmt.exact:
-            check_head_dim(x.shape[3])
+    check_dims(keys.shape[3], values.shape[3], preset)
+    if preset.holds_latents and keys.shape[1] != 1:
+        raise ValueError(f"expected latents [batch, 1, tokens, rank], got {list(keys.shape)}")
     for role, scale in given_scales.items():
         if scale.numel() not in (1, keys.shape[1]):
             raise ValueError(
-                f"expected a scale of {role}s with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
+                f"expected a scale of {NOUNS[role]} with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
             )
+
+
+def check_dims(key_dim: int, value_dim: int, preset: Preset) -> None:
+    """Raise ValueError unless keys and values of such widths can be packed."""
+    check_head_dim(key_dim)
+    if not preset.holds_latents:
+        check_head_dim(value_dim)
+    elif not preset.value.exact:
+        check_head_dim(value_dim, f"width of rotary keys in {preset.value.name}", "use rotary='exact'")
 
 
 def check_room(held: int, count: int, max_length: int) -> None:

@@ -57,10 +57,18 @@ class FirstTokens:
         self._unseen = self._unseen + 1 if wanted else 0 if queries_follow else PATIENCE + 1
         return wanted
 
-    def observe(self, query: torch.Tensor | None, mask: torch.Tensor | None, num_kv_heads: int, length: int) -> None:
+    def observe(
+        self,
+        query: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        num_kv_heads: int,
+        length: int,
+        into_keys: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """The queries [B, H_q, S, D] of the last of `length` tokens, and what they see, [B or 1, H, S, length or more].
 
-        None: there are none to be seen.
+        None: there are none to be seen.  `into_keys` makes queries of the keys that are cached of those it is given:
+        of the ones that are taken alone.
         """
         self._unseen = PATIENCE + 1 if query is None else 0
         if query is None:
@@ -75,7 +83,9 @@ class FirstTokens:
         if self._queries >= MAX_QUERIES:
             return
         step = -(-count // MAX_QUERIES)
-        new = query_energy(query[:, :, ::step], num_kv_heads, None if counts is None else counts[:, ::step])
+        taken = query[:, :, ::step]
+        taken = taken if into_keys is None else into_keys(taken)
+        new = query_energy(taken, num_kv_heads, None if counts is None else counts[:, ::step])
         if self._energy is not None:
             new = QueryEnergy(self._energy.squares + new.squares, self._energy.seen + new.seen)
         self._energy, self._queries = new, self._queries + count

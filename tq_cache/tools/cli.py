@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TextStreamer
 
 from ..backends.hardware import detect
-from ..formats.presets import PRESETS, resolve_preset
+from ..formats.presets import FORMATS, PRESETS, resolve_preset
 from ..planning.geometry import load_config
 from ..planning.memory import PlanSettings, parse_memory, plan_memory
 from . import baselines, tables
@@ -124,6 +124,9 @@ def plan(
     skip_layers: Skip = DEFAULT_SKIP,
     skip_format: SkipFormat = None,
     layer_presets: LayerPresets = None,
+    rotary: Annotated[
+        str, typer.Option(help="Of rotary keys beside latents (MLA): " + ", ".join(FORMATS["rotary"]))
+    ] = "exact",
 ) -> None:
     """KV memory per preset, and the longest context that fits, from a config alone."""
     with user_errors():
@@ -134,6 +137,7 @@ def plan(
             *(context, batch, residual_length, sink_tokens, parse_skip_layers(skip_layers)),
             skip_format=skip_format,
             layer_presets=parse_layer_presets(layer_presets),
+            rotary=rotary,
         )
         planned = plan_memory(load_config(model), parse_presets(presets), settings, left)
         stdout().print(tables.geometry_table(planned))

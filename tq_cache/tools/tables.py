@@ -214,7 +214,8 @@ def _dims(layer: LayerGeometry) -> tuple[str, ...]:
     if not layer.num_kv_heads:
         return (layer.kind, "-", "-", "-", "-")
     window = "-" if layer.window is None else f"{layer.window:,}"
-    return (layer.kind, str(layer.num_kv_heads), str(layer.key_dim), str(layer.value_dim), window)
+    kind = f"{layer.kind}, latents" if layer.latent else layer.kind
+    return (kind, str(layer.num_kv_heads), str(layer.key_dim), str(layer.value_dim), window)
 
 
 def _longest(tokens: int) -> str:
