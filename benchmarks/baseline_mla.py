@@ -1,9 +1,9 @@
 """What `latent.py` compares with: decode attention over latents in bf16, or in float8, as others compute it.
 
 `GroupedMLA` is a Triton kernel built as vLLM's grouped decode for MLA is (`TRITON_MLA`): one program per sequence, 16
-heads and split of the tokens; tiles of 32 tokens, loaded once as [channels, tokens] for the scores and transposed for
-the sums, through a table of pages; 4 warps, 2 stages; partial sums with their log-sum-exp in float32, joined by a second
-kernel.  A float8 tile is multiplied by a scale and becomes bf16 before the dots.
+heads and split of the tokens; tiles of 32 tokens, through a table of pages, as [channels, tokens] for the scores and for
+the sums transposed, or loaded once more (vLLM has had both); 4 warps, 2 stages; partial sums with their log-sum-exp in
+float32, joined by a second kernel.  A float8 tile is multiplied by a scale and becomes bf16 before the dots.
 
 `ABSORBED` is plain PyTorch on bf16, and `transformers_layer` a whole attention layer as transformers runs it today.
 """
@@ -125,7 +125,7 @@ def transformers_layer(problem: Problem) -> Callable[[], torch.Tensor]:
 def _split_kernel(
     query, cache, table, lengths, parts, cache_scale, scaling, heads, splits, pages,
     RANK: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT8: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Attention of 16 heads over one split of a sequence: partial sums, and their log-sum-exp behind them."""
     row, split = tl.program_id(0), tl.program_id(2)
@@ -151,20 +151,24 @@ def _split_kernel(
             place = (page * PAGE + token % PAGE) * (RANK + WIDTH)
             keys = tl.load(cache + place[None, :] + channel[:, None], mask=there[None, :], other=0.0)
             rotary_keys = tl.load(cache + place[None, :] + turned[:, None], mask=there[None, :], other=0.0)
+            values = tl.trans(keys)
+            if TWICE:
+                values = tl.load(cache + place[:, None] + channel[None, :], mask=there[:, None], other=0.0)
             if FLOAT8:
                 keys = (keys.to(tl.float32) * scale).to(content.dtype)
                 rotary_keys = (rotary_keys.to(tl.float32) * scale).to(content.dtype)
+                values = (values.to(tl.float32) * scale).to(content.dtype) if TWICE else tl.trans(keys)
             scores = (tl.dot(content, keys) + tl.dot(rotary, rotary_keys)) * scaling
             scores = tl.where(valid[:, None] & there[None, :], scores, float("-inf"))
             highest = tl.maximum(tl.max(scores, 1), largest)
             kept = tl.exp(largest - highest)
             weights = tl.exp(scores - highest[:, None])
-            sums = sums * kept[:, None] + tl.dot(weights.to(keys.dtype), tl.trans(keys))
+            sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
             total = total * kept + tl.sum(weights, 1)
             largest = highest
-        parts += ((row * heads + head) * splits + split) * (RANK + 1)
-        tl.store(parts[:, None] + channel[None, :], sums / total[:, None], mask=valid[:, None])
-        tl.store(parts + RANK, largest + tl.log(total), mask=valid)
+        part = parts + ((row * heads + head) * splits + split) * (RANK + 1)
+        tl.store(part[:, None] + channel[None, :], sums / total[:, None], mask=valid[:, None])
+        tl.store(part + RANK, largest + tl.log(total), mask=valid)
 
 
 @triton.jit
@@ -197,13 +201,16 @@ class GroupedMLA:
     Raises ValueError unless T is a multiple of PAGE.
     """
 
-    def __init__(self, query: torch.Tensor, joint: torch.Tensor, splits: int, scale: float = 1.0) -> None:
+    def __init__(
+        self, query: torch.Tensor, joint: torch.Tensor, splits: int, scale: float = 1.0, twice: bool = False
+    ) -> None:
         (batch, heads), tokens, device = query.shape[:2], joint.shape[1], query.device
         if tokens % PAGE:
             raise ValueError(f"expected a multiple of {PAGE} tokens, got {tokens}")
         self.query, self.joint, self.splits, self.heads = query.contiguous(), joint.contiguous(), splits, heads
         self.table = torch.arange(batch * tokens // PAGE, dtype=torch.int32, device=device).view(batch, -1)
         self.lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+        self.twice = twice
         self.parts = torch.empty(batch, heads, splits, RANK + 1, device=device)
         self.scale = torch.full((1,), scale, device=device)
 
@@ -214,7 +221,7 @@ class GroupedMLA:
             *(self.query, self.joint, self.table, self.lengths, self.parts, self.scale, SCALING),
             *(heads, splits, self.table.shape[1]),
             RANK=RANK, WIDTH=WIDTH, PAGE=PAGE, BLOCK_H=BLOCK_H, BLOCK_N=BLOCK_N,
-            FLOAT8=self.joint.dtype != self.query.dtype, num_warps=4, num_stages=2,
+            FLOAT8=self.joint.dtype != self.query.dtype, TWICE=self.twice, num_warps=4, num_stages=2,
         )  # fmt: skip
         _join_kernel[batch, heads](self.parts, self.lengths, out, heads, splits, RANK=RANK, num_warps=4, num_stages=2)
         return out
