@@ -1,8 +1,8 @@
 """What `latent.py` compares with: decode attention over latents in bf16, or in float8, as others compute it.
 
 `GroupedMLA` is a Triton kernel built as vLLM's grouped decode for MLA is (`TRITON_MLA`): one program per sequence, 16
-heads and split of the tokens; tiles of 32 tokens, through a table of pages, as [channels, tokens] for the scores and for
-the sums transposed, or loaded once more (vLLM has had both); 4 warps, 2 stages; partial sums with their log-sum-exp in
+heads and split of the tokens; tiles of 32 tokens, through a table of pages, as [channels, tokens] for the scores, and
+transposed, or loaded once more, for the sums (vLLM has had both); 4 warps, 2 stages; partial sums and log-sum-exp in
 float32, joined by a second kernel.  A float8 tile is multiplied by a scale and becomes bf16 before the dots.
 
 `ABSORBED` is plain PyTorch on bf16, and `transformers_layer` a whole attention layer as transformers runs it today.
@@ -41,9 +41,7 @@ class Problem:
     joint: torch.Tensor
 
     @classmethod
-    def random(
-        cls, batch: int, heads: int, tokens: int, device: str, dtype: torch.dtype = torch.bfloat16
-    ) -> "Problem":
+    def random(cls, batch: int, heads: int, tokens: int, device: str, dtype: torch.dtype = torch.bfloat16) -> "Problem":
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=dtype)
 
