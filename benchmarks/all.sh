@@ -3,7 +3,8 @@
 #
 #     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate longest ...]
 #
-# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each.
+# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent and
+# latent_step have not run there yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -23,7 +24,7 @@ for part in "${@:-tests decode latent latent_step preallocated quantise prefill 
         tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests/gpu tests/kernels ;;
         decode) run decode benchmarks/decode.py --out "$folder/decode_h200.json" ;;
         latent) run latent benchmarks/latent.py --out "$folder/latent_h200.json" ;;
-        latent_step) run latent_step benchmarks/latent_step.py --out "$folder/latent_step_h200.json" ;;
+        latent_step) run latent_step benchmarks/latent_step.py --room --out "$folder/latent_step_h200.json" ;;
         preallocated) run preallocated benchmarks/preallocated.py ;;
         quantise) run quantise benchmarks/quantise.py --out "$folder/quantise_h200.json" ;;
         prefill) run prefill benchmarks/prefill.py --out "$folder/prefill_h200.json" ;;

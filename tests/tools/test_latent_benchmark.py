@@ -1,4 +1,7 @@
-"""What `benchmarks/latent.py` compares with, and by, is right: its kernel as vLLM's, its views, errors and verdicts."""
+"""What `benchmarks/latent.py` compares with, and by, is right: its kernel as vLLM's, its views, errors and verdicts.
+
+The verdicts of `latent_step.py`, too.
+"""
 
 import sys
 from pathlib import Path
@@ -69,6 +72,16 @@ def rows() -> None:
     print_line(row, verdicts([row]), make_row("bf16", problem, 80.0, 1, times, 4000.0)["baseline"])
 
 
+def steps() -> None:
+    """Verdicts on steps; on a cache whose steps were not compiled there is none."""
+    from latent_step import verdicts
+
+    made = [("DynamicCache", "eager", 8, 32768, 200.0), ("tq3", "eager", 8, 32768, 5.0)]
+    made += [("tq4", "compiled", 1, 1024, 3.0), ("tq4", "compiled", 1, 32768, 3.6), ("tq4", "compiled", 8, 32768, 25.0)]
+    names = ("cache", "mode", "batch", "tokens", "ms_per_step")
+    print_line(verdicts([dict(zip(names, values, strict=True)) for values in made]))
+
+
 @pytest.fixture(scope="module")
 def lines():
     return run_script(__file__, interpret=True)
@@ -76,17 +89,17 @@ def lines():
 
 def test_the_kernel_as_vllms_is_right(lines):
     unit = torch.finfo(torch.float16).eps / 2  # of the output, and of weights as operands
-    assert len(lines) == len(KERNELS) + 3
+    assert len(lines) == len(KERNELS) + 4
     for case, (error,) in zip(KERNELS, lines, strict=False):
         assert error < 2 * unit, case
 
 
 def test_pytorchs_are_right(lines):
-    assert len(lines[-3]) == 3 and max(lines[-3]) < 1e-12
+    assert len(lines[-4]) == 3 and max(lines[-4]) < 1e-12
 
 
 def test_errors_and_views(lines):
-    errors, same = lines[-2]
+    errors, same = lines[-3]
     assert same
     unit = torch.finfo(torch.bfloat16).eps / 2
     assert 0 < errors["error"] < unit < 2 * errors["absorbed_error"] < 10 * unit
@@ -94,12 +107,20 @@ def test_errors_and_views(lines):
 
 
 def test_rows_and_verdicts(lines):
-    row, verdicts, baseline = lines[-1]
+    row, verdicts, baseline = lines[-2]
     assert (row["heads"], row["batch"], row["tokens"]) == (16, 8, 32768)
     assert (row["baseline"], row["baseline_us"], row["ratio"]) == ("absorbed", 80.0, 2.5)
     assert row["packed_gb_s"] == 1000 and baseline == "sdpa_efficient" and "matmul_us" not in row
     ends = [verdict.rpartition(": ")[2] for verdict in verdicts]
     assert ends == ["ok", "ok", "ok", "MISSED by 7%"]  # 38 us, half of ours on bf16, layer / 60, vLLM's on float8
+
+
+def test_verdicts_on_steps(lines):
+    (found,) = lines[-1]
+    assert [line.split(": ")[1:] for line in found] == [
+        ["1.20x of 1,024, at most 1.3x", "ok"],
+        ["8.0x, at least 10x", "MISSED"],
+    ]
 
 
 if __name__ == "__main__":
@@ -108,3 +129,4 @@ if __name__ == "__main__":
     kernels()
     plain()
     rows()
+    steps()
