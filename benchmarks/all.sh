@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Every test and benchmark that needs a CUDA GPU, or those named, into a folder and results.tar in it:
 #
-#     bash benchmarks/all.sh FOLDER [tests decode preallocated quantise prefill generate longest ...]
+#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate longest ...]
 #
-# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each.
+# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent and
+# latent_step have not run there yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -17,11 +18,13 @@ run() { # name, command: its output and its JSON
     python3 "${@:2}" > "$folder/$1.txt" 2>&1 || { status=1 && echo "failed: $1, see $folder/$1.txt"; }
 }
 
-for part in "${@:-tests decode preallocated quantise prefill generate longest}"; do
+for part in "${@:-tests decode latent latent_step preallocated quantise prefill generate longest}"; do
     for name in $part; do
         case $name in
         tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests/gpu tests/kernels ;;
         decode) run decode benchmarks/decode.py --out "$folder/decode_h200.json" ;;
+        latent) run latent benchmarks/latent.py --out "$folder/latent_h200.json" ;;
+        latent_step) run latent_step benchmarks/latent_step.py --room --out "$folder/latent_step_h200.json" ;;
         preallocated) run preallocated benchmarks/preallocated.py ;;
         quantise) run quantise benchmarks/quantise.py --out "$folder/quantise_h200.json" ;;
         prefill) run prefill benchmarks/prefill.py --out "$folder/prefill_h200.json" ;;
@@ -33,7 +36,10 @@ for part in "${@:-tests decode preallocated quantise prefill generate longest}";
                 --eager DynamicCache 4bit_nc tq3 fp8_e4m3 --out "$folder/generate_prefill.json"
             ;;
         longest) run longest benchmarks/longest_context.py --out "$folder/longest_context_h200.json" ;;
-        *) echo "expected tests, decode, preallocated, quantise, prefill, generate or longest, got $name" && exit 2 ;;
+        *)
+            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate or longest," \
+                "got $name" && exit 2
+            ;;
         esac
     done
 done

@@ -23,19 +23,21 @@ HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 128), (28, 4, 128), (32, 32, 64), (
 BATCHES, CONTEXTS, TAIL = (1, 8, 32), (1024, 4096, 32768, 131072), 64
 
 
-def make_states(role: str, preset: Preset, batch: int, kv_heads: int, tokens: int, dim: int) -> PackedStates:
+def make_states(
+    role: str, preset: Preset, batch: int, kv_heads: int, tokens: int, dim: int, device: str = "cuda"
+) -> PackedStates:
     """Packed states of random codes and scales: any bytes are valid codes below 8 bits."""
     fmt = preset.key if role == "key" else preset.value
-    like, vector = torch.empty(batch, kv_heads, 0, dim, device="cuda"), (batch, kv_heads, 1, dim)
+    like, vector = torch.empty(batch, kv_heads, 0, dim, device=device), (batch, kv_heads, 1, dim)
     calibration = Calibration(
-        center=torch.randn(vector, device="cuda") * 0.1 if preset.center else None,
-        smooth=torch.rand(vector, device="cuda") + 0.5 if preset.smooth and role == "key" else None,
-        scale=torch.rand(batch, kv_heads, 1, 1, device="cuda") + 0.5 if fmt.float8 else None,
+        center=torch.randn(vector, device=device) * 0.1 if preset.center else None,
+        smooth=torch.rand(vector, device=device) + 0.5 if preset.smooth and role == "key" else None,
+        scale=torch.rand(batch, kv_heads, 1, 1, device=device) + 0.5 if fmt.float8 else None,
     )
     states = PackedStates.empty(role, fmt, like, -(-tokens // 64) * 64, calibration)
     if fmt.float8:
         for row in states.packed:  # a sequence at a time: normal numbers take more memory than their codes
-            row.copy_(torch.randn(row.shape, device="cuda").to(fmt.float8).view(torch.uint8))
+            row.copy_(torch.randn(row.shape, device=device).to(fmt.float8).view(torch.uint8))
     else:
         states.packed.random_(0, 256)
         states.scale.uniform_(0.1, 0.3)
