@@ -248,7 +248,7 @@ def gather_bytes(
 ):
     """Of packed rows, four times uint8 [R, W], the decoded byte INDEX of each word of part PART: uint8 [R, W].
 
-    The four bytes of a word are those of the four rows.  Codes of 8, 4 or 2 bits; with PTX, `keep_tables` must have run.
+    The four bytes of a word are those of the four rows.  Codes of 8, 4 or 2 bits; with PTX, `keep_tables` has run.
     """
     if PTX:
         asm: tl.constexpr = _ptx_gather(BITS, TABLE, PART, INDEX)

@@ -54,7 +54,7 @@ def spread_terms(
     if TERMS == 1:
         return x.to(COMPUTE)
     elif TWINS == 2:
-        first, second = _two_terms(x, LIFT, PTX)
+        first, second = two_terms(x, LIFT, PTX)
         first, second = tl.join(first, first), tl.join(second, second)
         return _terms_side_by_side(first, second)
     else:

@@ -53,7 +53,7 @@ class ExactLatents(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """num_sinks, residual_length: as in `decode.arguments.Sizes`; scaling: times log2 e; softcap: 0 where there is none."""
+    """num_sinks, residual_length: see `decode.arguments.Sizes`; scaling: times log2 e; softcap: 0: none."""
 
     num_sinks: int
     residual_length: int
@@ -62,10 +62,10 @@ class Settings(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Sparse attention: int32 [B, S, count] contiguous, the tokens that each query may see; -1 is none."""
+    """Sparse attention: int32 [B, S, top_k] contiguous, the tokens that each query may see; -1 is none."""
 
     indices: torch.Tensor
-    count: int
+    top_k: int
 
 
 class LatentSteps(NamedTuple):
@@ -116,8 +116,7 @@ class LatentFlags(NamedTuple):
 
 
 class LatentLaunch(NamedTuple):
-    """tile, exact_step: tokens of a step; masked: the last tile may pass the last block; pdl: see `Device`.
-    """
+    """tile, exact_step: tokens of a step; masked: the last tile may pass the last block; pdl: see `Device`."""
 
     tile: int
     stages: int

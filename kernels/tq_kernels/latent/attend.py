@@ -15,8 +15,8 @@ def latent_kernel(
     SHAPE: tl.constexpr, CODE: tl.constexpr, ROTARY: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     MODE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One program = one split of the tokens of one sequence (of one of its queries, where tokens are chosen), for a tile
-    of query columns.  The first `splits` attend to the packed tokens, in `blocks`, the others to tail and sinks.
+    """One program = one split of the tokens of one sequence (of one query, where tokens are chosen), for a tile of
+    columns.  The first `splits` attend to the packed tokens, in `blocks`, the others to tail and sinks.
 
     Writes to `work`, float32, the output of each split [B, splits, columns, rank] and behind those, likewise, the
     log-sum-exps in base 2.  Arguments: see `arguments`.
@@ -48,7 +48,7 @@ def latent_rows_kernel(
     SHAPE: tl.constexpr, CODE: tl.constexpr, ROTARY: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     MODE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """As `latent_kernel`, by fp8 tensor cores; `rows`: the descriptor of packed rows, [tokens of all sequences, bytes]."""
+    """As `latent_kernel`, by fp8 tensor cores; `rows`: descriptor of packed rows, [tokens of all sequences, bytes]."""
     if LAUNCH.pdl:
         tl.extra.cuda.gdc_wait()  # for the queries
     sinks, tail, tokens = lengths_now(

@@ -87,5 +87,5 @@ def latent_splits(config: LatentConfig, programs: int, tokens: int, multiprocess
 
 def latent_exact_splits(programs: int, tokens: int, multiprocessors: int, beside: bool) -> int:
     """Splits of the tail, which stands `beside` packed tokens or alone."""
-    most = 4 if beside else max(8, min(3 * multiprocessors // programs, MAX_SPLITS))
+    most = 4 if beside else max(8, min(PER_MULTIPROCESSOR * multiprocessors // programs, MAX_SPLITS))
     return min(-(-tokens // 64), most)

@@ -51,12 +51,12 @@ def _attend(
     acc = tl.zeros((COLUMNS, RANK), tl.float32)
     begin, end = span.start, span.end
     if FLAGS.chosen:  # look through the list: few of them are here
-        begin, end = begin * 0, chosen.count + end * 0
+        begin, end = begin * 0, chosen.top_k + end * 0
     for first in tl.range(begin, end, STEP, num_stages=STAGES):
         token = first + tl.arange(0, STEP)
         inside = token < end
         if FLAGS.chosen:
-            index = chosen.indices + tl.program_id(1).to(tl.int64) * chosen.count + token
+            index = chosen.indices + tl.program_id(1).to(tl.int64) * chosen.top_k + token
             token = tl.load(index, mask=inside, other=-1) - span.place
             inside = (token >= span.start) & (token < span.end)
             token = tl.where(inside, token, 0)

@@ -1,6 +1,6 @@
 """Latent attention to packed tokens, heads on M: any number of columns, every code and device.
 
-    S[columns, tokens] = Q[columns, rank] . C^T[rank, tokens]       O[columns, rank] += P[columns, tokens] . C[tokens, rank]
+    S[columns, tokens] = Q[columns, rank] . C^T[rank, tokens]   O[columns, rank] += P[columns, tokens] . C[tokens, rank]
 
 A tile of latents is decoded to float16 once and goes to both dots: from registers to the first, from shared memory to
 the second.
@@ -31,7 +31,7 @@ def tile_tokens(chosen, at, first, end, tokens, num_sinks, TILE: tl.constexpr, C
     """Packed tokens of the tile from `first`, and which of them count: in a row, or as chosen."""
     row = first + tl.arange(0, TILE)
     if CHOSEN:
-        index = tl.load(chosen.indices + tl.program_id(1).to(tl.int64) * chosen.count + row, mask=row < end, other=-1)
+        index = tl.load(chosen.indices + tl.program_id(1).to(tl.int64) * chosen.top_k + row, mask=row < end, other=-1)
         token = index - num_sinks
         inside = (token >= 0) & (token < tokens)
         return tl.where(inside, token, 0), inside
@@ -72,7 +72,9 @@ def attend_packed_latents(
     channel, dim = tl.arange(0, SHAPE.rank), tl.arange(0, SHAPE.rotary_width)
     q = tl.load(queries.content + row[:, None] * SHAPE.rank + channel[None, :])
     if ROTARY.kind != _NO_ROTARY:
-        r = tl.load(queries.rotary + row[:, None] * SHAPE.rotary + dim[None, :], mask=(dim < SHAPE.rotary)[None, :], other=0)
+        r = tl.load(
+            queries.rotary + row[:, None] * SHAPE.rotary + dim[None, :], mask=(dim < SHAPE.rotary)[None, :], other=0
+        )
         position = packed.positions + at.batch * strides.positions.batch
         if ROTARY.scaled:
             position_scale = packed.position_scale + at.batch * strides.positions.head
@@ -80,7 +82,7 @@ def attend_packed_latents(
     scales = packed.scale + at.batch * strides.latents.head
     end = tokens
     if FLAGS.chosen:
-        end = chosen.count
+        end = chosen.top_k
     per_split = tl.cdiv(tl.cdiv(end, TILE), splits) * TILE
     begin = tl.program_id(2) * per_split
     peak, total = tl.full((COLUMNS,), -1e30, tl.float32), tl.zeros((COLUMNS,), tl.float32)

@@ -24,7 +24,7 @@ LIFT = tl.constexpr(32.0)  # of the remainder of p: half a step at 2**7.5 is 8, 
 
 @triton.jit
 def _pair_scales(base, start, TILE: tl.constexpr):
-    """float16 scales of tokens in a row, float32 [TILE]: two at a time, since Triton prefetches no less than 4 bytes."""
+    """float16 scales of tokens in a row, float32 [TILE]: two at a time, since Triton prefetches 4 bytes or more."""
     word = tl.load((base + start).to(tl.pointer_type(tl.int32)) + tl.arange(0, TILE // 2))
     x = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16))
     return x.reshape(TILE).to(tl.float16, bitcast=True).to(tl.float32)
@@ -153,7 +153,8 @@ def attend_packed_rows(
                 x = as_operand(x, CODE.bits, TABLE, ARITHMETIC.operand)
                 # An ordinary add: the tensor core's own sum keeps 14 bits.
                 product = gather_terms(tl.dot(x, p), TERMS, 1, LIFT)
-                new = new + (acc[part * (4 // STEP) + index // STEP] * alpha[None, :] + product,)
+                one = acc[part * (4 // STEP) + index // STEP] * alpha[None, :] + product
+                new = new + (one,)  # type: ignore[assignment]
         acc = new
     _store(acc, sums, peak, packed, at, work, batches, SHAPE, CODE, STEP, unit(CODE.bits, TABLE, ARITHMETIC.operand))
 

@@ -21,7 +21,6 @@ from ..decode.arguments import Counts, QuerySteps
 from ..device import describe
 from ..launch import Launch, Program, aligned, signature
 from ..states import BLOCK_TOKENS, PairSteps, States, TokenSteps, Transform
-from ..tuning import KERNEL_DTYPES
 from . import choices
 from .arguments import (
     CODED_ROTARY,
@@ -85,7 +84,7 @@ def decode_latents(
     rows: bool | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of up to 16 query tokens per sequence to sink tokens, packed tokens and a tail of latents, in this order.
+    """Attention of up to 16 query tokens per sequence to sinks, packed tokens and a tail of latents, in this order.
 
     content:            queries of latents, [B, H, S, rank], bfloat16, float16 or float32; rank 128, 256 or 512
     rotary:             queries of rotary keys, [B, H, S, d], likewise; d 0, 32 or 64
@@ -124,7 +123,7 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         problem.device, signature(content), signature(rotary), latents and latents.layout,
         positions and positions.layout, tuple(None if x is None else signature(x) for x in exact[2:]),
         problem.packed_length, None if mask is None else signature(mask), mask_kind, problem.softcap is not None,
-        problem.causal, None if chosen is None else chosen.count, aligned(problem.num_tokens)[0],
+        problem.causal, None if chosen is None else chosen.top_k, aligned(problem.num_tokens)[0],
         problem.residual_length, problem.rows, problem.splits,
     ))  # fmt: skip
     tail_length = problem.tail_latents.shape[2]
@@ -134,7 +133,8 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         num_sinks, problem.residual_length, problem.scaling * LOG2E.value, float(problem.softcap or 0)
     )  # fmt: skip
     work = content.new_empty(batch * plan.all_splits * heads * queries * (rank + 1), dtype=torch.float32)
-    launches, arguments = [], ()
+    launches: list[Launch] = []
+    arguments: tuple[Any, ...]
     if plan.query is None:
         arguments = (exact, mask, chosen, counts, work, tail_length, settings, plan.steps)
     else:
@@ -150,8 +150,9 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
             rows = _descriptor(latents.packed, *plan.rows)
             arguments = (rows, prepared, packed, exact, *given, tail_length, settings, plan.steps)
     launches.append(Launch(plan.attend, plan.grid, arguments))
-    out, lse = torch.empty_like(content, memory_format=torch.contiguous_format), content.new_empty(
-        batch, heads, queries, dtype=torch.float32
+    out, lse = (
+        torch.empty_like(content, memory_format=torch.contiguous_format),
+        content.new_empty(batch, heads, queries, dtype=torch.float32),
     )
     sink_logits = None if problem.sink_logits is None else problem.sink_logits.expand(batch, heads, queries)
     steps = _NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())

@@ -40,7 +40,7 @@ class LatentProblem(NamedTuple):
 class LatentKey(NamedTuple):
     """All that the plan for a problem depends on: signatures, layouts and flags.
 
-    exact: tail and sinks, latents and rotary keys of each; counted: whether `num_tokens` is aligned, None: there is none
+    exact: latents and rotary keys of the tail and of the sinks; counted: whether `num_tokens` is aligned, or None
     """
 
     device: Device
