@@ -26,6 +26,10 @@ class LatentConfig(NamedTuple):
     rows: bool
 
 
+# Of `packed_rows`, by bits of a latent.
+ROWS = {8: LatentConfig(16, 64, 4, 3, 32, True), 4: LatentConfig(16, 64, 4, 3, 32, True)}
+
+
 def latent_arithmetic(dtype: torch.dtype, device: Device) -> Arithmetic:
     """For queries of `dtype`, heads on M: float16 operands, in which every code is exact, float32 for float32 ones."""
     nvidia = device.is_nvidia
@@ -54,7 +58,7 @@ def latent_config(
     if rows is None:
         rows = device.is_nvidia and takes_rows(bits, rank, columns, dtype, device)
     if rows:
-        return LatentConfig(16, 64, 4, 3, 32, True)
+        return ROWS[bits]
     itemsize = 4 if dtype == torch.float32 else 2
     width = 16 if itemsize == 4 else min(max(triton.next_power_of_2(columns), 16), 64)
     tile, warps, stages = (64 if width == 64 else 32), (8 if width > 16 else 4), (3 if bits == 16 else 2)

@@ -61,11 +61,12 @@ def _channel(quads, CODE: tl.constexpr, PART: tl.constexpr, INDEX: tl.constexpr,
 
 @triton.jit
 def _channels(quads, CODE: tl.constexpr, PART: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr, PTX: tl.constexpr):
-    """As `_channel`; TWO of them one below the other, so that one dot takes both."""
+    """As `_channel`; TWO of them, by eight words in turn, so that one dot takes both: a thread has rows 8 apart."""
     x = _channel(quads, CODE, PART, FIRST, PTX)
     if TWO:
         y = _channel(quads, CODE, PART, FIRST + 1, PTX)
-        x = tl.join(x, y).permute(2, 0, 1).reshape(2 * x.shape[0], x.shape[1])
+        x = tl.join(x, y).reshape(x.shape[0] // 8, 8, x.shape[1], 2)
+        x = x.permute(0, 3, 1, 2).reshape(2 * y.shape[0], y.shape[1])
     return x
 
 
@@ -172,9 +173,12 @@ def _store(
         factor *= tl.load(packed.scale + at.batch)
     out, lse = split_rows(work, at, batches, tl.num_programs(2), SHAPE)
     row = tl.arange(0, STEP * WORDS)
+    word, second = row, row * 0
+    if STEP == 2:  # see `_channels`
+        word, second = row // 16 * 8 + row % 8, row // 8 % 2
     for part in tl.static_range(parts(CODE.bits)):
         for index in tl.static_range(0, 4, STEP):
-            channel = part * (SHAPE.rank // parts(CODE.bits)) + 4 * (row % WORDS) + index + row // WORDS
+            channel = part * (SHAPE.rank // parts(CODE.bits)) + 4 * word + index + second
             x = acc[part * (4 // STEP) + index // STEP] * factor[None, :]
             tl.store(out[None, :] + channel[:, None], x, mask=at.used[None, :])
     natural = tl.where(total > 0, peak - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
