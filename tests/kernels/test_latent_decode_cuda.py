@@ -226,8 +226,8 @@ def test_error_is_not_larger_than_that_of_bfloat16(latent, queries):
 def test_absorbed_error_is_that_of_expanded_attention_in_bfloat16(latent):
     """With a model's weight: queries absorb its half and the means meet the other, all rounded to bfloat16.
 
-    Expanded, latents, keys, values, probabilities and output are; absorbed, queries, means and output.  The means are
-    rounded once more than values, which average out: up to 1.2 times as much.
+    Expanded, latents, keys, values, probabilities and output are; absorbed, queries, means and output.  Means are
+    rounded as the output is, and do not average out as values do: two roundings where there is one, sqrt(2) in all.
     """
     case = Case(latent, "int8", 512, 64, packed=4096, heads=16, splits=None)
     view, generator = case.view("cuda", torch.bfloat16), seeded(5, "cuda")
@@ -245,7 +245,7 @@ def test_absorbed_error_is_that_of_expanded_attention_in_bfloat16(latent):
     for rows in forms(case, torch.bfloat16):
         means, _ = run_kernel(case, list(projection.absorb(query)), view, None, None, {}, rows=rows)
         found = relative_error(projection.values_of(means), expected)
-        assert found <= 1.2 * expanded, (rows, found, expanded)
+        assert found <= 2**0.5 * expanded, (rows, found, expanded)
 
 
 def test_a_query_with_strides_and_a_mask_that_is_expanded():
