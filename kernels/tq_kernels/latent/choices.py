@@ -27,7 +27,7 @@ class LatentConfig(NamedTuple):
 
 
 # Of `packed_rows`, by bits of a latent.
-ROWS = {8: LatentConfig(16, 64, 4, 3, 32, True), 4: LatentConfig(16, 64, 4, 3, 32, True)}
+ROWS = {8: LatentConfig(16, 128, 8, 3, 32, True), 4: LatentConfig(16, 128, 8, 3, 32, True)}
 
 
 def latent_arithmetic(dtype: torch.dtype, device: Device) -> Arithmetic:
@@ -85,7 +85,7 @@ def latent_config(
 
 def latent_splits(config: LatentConfig, programs: int, tokens: int, multiprocessors: int) -> int:
     """Splits of packed tokens that fill `multiprocessors`, each of two tiles at least; programs: of one split."""
-    wanted = max(1, PER_MULTIPROCESSOR * multiprocessors // programs)
+    wanted = max(1, (1 if config.rows else PER_MULTIPROCESSOR) * multiprocessors // programs)
     return max(1, min(wanted, -(-tokens // (2 * config.tile)), MAX_SPLITS))
 
 
