@@ -33,8 +33,9 @@ ROWS = {8: LatentConfig(16, 128, 8, 3, 32, True), 4: LatentConfig(16, 128, 8, 3,
 def latent_arithmetic(dtype: torch.dtype, device: Device) -> Arithmetic:
     """For queries of `dtype`, heads on M: float16 operands, in which every code is exact, float32 for float32 ones."""
     nvidia = device.is_nvidia
-    if dtype == torch.float32:
-        return Arithmetic(tl.float32, False, "tf32x3" if nvidia and device.capability >= (8, 0) else "ieee")
+    if dtype == torch.float32:  # in tf32 a tile of rank 512 takes 140 KiB of shared memory
+        tf32 = nvidia and device.capability >= (8, 0) and device.program_memory >= 160 << 10
+        return Arithmetic(tl.float32, False, "tf32x3" if tf32 else "ieee")
     return Arithmetic(tl.float16, nvidia)
 
 
@@ -65,15 +66,22 @@ def latent_config(
     if itemsize == 4:
         tile, warps, stages = 16, 8, 1
 
+    # Tensor cores without wgmma read a tile in both orders, in tf32 beside the one decoded; other dots are in float32.
+    wgmma = not device.is_nvidia or (9, 0) <= device.capability < (12, 0)
+    exactly = itemsize == 4 and latent_arithmetic(dtype, device).precision == "ieee"
+    cores = not device.is_nvidia or (device.capability >= (8, 0) and not exactly)
+    size, copies, least = (itemsize, 1 if wgmma else itemsize - itemsize // 4, 16) if cores else (4, 1, 8)
+
     def needed() -> int:
         """About so many bytes of shared memory: queries, a tile as operand, and tiles on their way."""
-        queries, operand = width * (rank + rotary) * itemsize, tile * (rank + rotary) * itemsize
+        queries, operand = width * (rank + rotary) * size, tile * (rank + rotary) * size
         tiles = stages if bits == 16 and width == 64 else stages - 1  # wgmma reads those on their way where they lie
         way = tile * (rank * bits // 8 + rotary * itemsize) * tiles
-        return queries + way + (operand if bits != 16 or stages == 1 else 0) + 4096
+        one = operand if bits != 16 or stages == 1 or not wgmma else 0
+        return max(queries + way + one + 4096, queries + copies * operand)
 
     limit = device.program_memory or 1 << 30
-    while needed() > limit and (stages > 1 or tile > 16 or width > 16):
+    while needed() > limit and (stages > 1 or tile > 16 or width > least):
         if stages > 1:
             stages -= 1
         elif tile > 16:
