@@ -42,9 +42,9 @@ def latent_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["splits", "packed_length", "tail_length"])
+@triton.jit(do_not_specialize=["splits", "packed_length", "blocks", "tail_length"])
 def latent_rows_kernel(
-    rows, queries, packed, exact, mask, counts, work, splits, packed_length, tail_length, settings, strides,
+    rows, queries, packed, exact, mask, counts, work, splits, packed_length, blocks, tail_length, settings, strides,
     SHAPE: tl.constexpr, CODE: tl.constexpr, ROTARY: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     MODE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -58,8 +58,8 @@ def latent_rows_kernel(
     PRECISION: tl.constexpr = ARITHMETIC.precision
     if tl.program_id(2) < splits:
         attend_packed_rows(
-            rows, queries, packed, mask, work, splits, tokens, sinks + tokens + tail, sinks, settings.softcap, strides,
-            SHAPE, CODE, ROTARY, FLAGS, ARITHMETIC, MODE, LAUNCH,
+            rows, queries, packed, mask, work, splits, tokens, sinks + tokens + tail, blocks, sinks, settings.softcap,
+            strides, SHAPE, CODE, ROTARY, FLAGS, ARITHMETIC, MODE, LAUNCH,
         )  # fmt: skip
     else:
         attend_exact_latents(

@@ -28,6 +28,7 @@ class LatentConfig(NamedTuple):
 
 # Of `packed_rows`, by bits of a latent.
 ROWS = {8: LatentConfig(16, 128, 8, 3, 32, True), 4: LatentConfig(16, 128, 8, 3, 32, True)}
+SHORT_ROWS = LatentConfig(16, 64, 4, 3, 32, True)  # where there is room for a single block
 
 
 def latent_arithmetic(dtype: torch.dtype, device: Device) -> Arithmetic:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..attention.scores import NO_MASK, apply_mask, soft_cap
-from ..bits.layout import parts
+from ..bits.layout import BLOCK_TOKENS, parts
 from ..bits.to_e4m3 import as_operand, decode_rows, gather_bytes, keep_tables, unit
 from ..bits.two_terms import gather_terms, spread_terms
 from .arguments import NO_ROTARY
@@ -85,7 +85,7 @@ def _load_operand(queries, at, SHAPE: tl.constexpr, TERMS: tl.constexpr):
 
 @triton.jit
 def attend_packed_rows(
-    rows, queries, packed, mask, work, splits, tokens, length, num_sinks, softcap, strides,
+    rows, queries, packed, mask, work, splits, tokens, length, blocks, num_sinks, softcap, strides,
     SHAPE: tl.constexpr, CODE: tl.constexpr, ROTARY: tl.constexpr, FLAGS: tl.constexpr, ARITHMETIC: tl.constexpr,
     MODE: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -118,9 +118,11 @@ def attend_packed_rows(
     acc = ()
     for _ in tl.static_range(4 * parts(CODE.bits) // STEP):
         acc = acc + (tl.zeros((STEP * ROW // 4, COLUMNS), tl.float32),)  # type: ignore[assignment]
-    for start in tl.range(begin, tl.minimum(begin + per_split, tokens), TILE, num_stages=LAUNCH.stages):
+    for first in tl.range(begin, tl.minimum(begin + per_split, tokens), TILE, num_stages=LAUNCH.stages):
+        # The last tile is moved back, so that it holds nothing of the next sequence; what it repeats does not count.
+        start = tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
         token = start + tl.arange(0, TILE)
-        inside = token < tokens
+        inside = (token >= first) & (token < tokens)
         words = rows.load([first_row + start, 0])
         operand = decode_rows((words,), CODE.bits, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
         s = gather_terms(tl.dot(operand, q.T), TERMS, 1, 1) * factor[None, :]

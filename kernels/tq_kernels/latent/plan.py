@@ -142,13 +142,12 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         launch, prepared = _prepare_queries(plan, problem, latents, positions)
         launches.append(launch)
         packed = PackedLatents(latents.packed, latents.read.scale, *_read(positions))
-        given = (mask, counts, work, plan.splits, problem.packed_length)
+        given = (counts, work, plan.splits, problem.packed_length, latents.packed.shape[2])
         if plan.rows is None:
-            blocks = latents.packed.shape[2]
-            arguments = (prepared, packed, exact, mask, chosen, *given[1:], blocks, tail_length, settings, plan.steps)
+            arguments = (prepared, packed, exact, mask, chosen, *given, tail_length, settings, plan.steps)
         else:
             rows = _descriptor(latents.packed, *plan.rows)
-            arguments = (rows, prepared, packed, exact, *given, tail_length, settings, plan.steps)
+            arguments = (rows, prepared, packed, exact, mask, *given, tail_length, settings, plan.steps)
     launches.append(Launch(plan.attend, plan.grid, arguments))
     out, lse = (
         torch.empty_like(content, memory_format=torch.contiguous_format),
@@ -217,6 +216,8 @@ def _plan(given: LatentKey) -> LatentPlan:
     bits = latents.coding.bits if packs and latents is not None else 16
     rows = given.rows if given.chosen is None else False
     config = choices.latent_config(bits, rank, width, columns, content.dtype, device, rows)
+    if config.rows and latents is not None and latents.blocks * BLOCK_TOKENS < config.tile:
+        config = choices.SHORT_ROWS
     tiles = triton.cdiv(columns, config.columns)
     programs = batch * tiles * (1 if given.chosen is None else queries)
     tail = given.exact[0]
