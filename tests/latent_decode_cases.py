@@ -302,7 +302,7 @@ def compare_static(case: Static, rows: bool, device="cpu", dtype=torch.float32, 
     """Shares of the error budgets, without a mask, with padding, with noise, wider than there are tokens; the last
     with a soft cap and extra logits."""
     storage, queries = case.storage(device, dtype), make_queries(case, 1, device, dtype)
-    view, found = storage.view(), []
+    view, found = storage.view(), list[float]()
     assert view.length == sum(case.chunks) and view.sink_length == min(case.sinks, view.length)
     padding = torch.arange(case.most, device=device) >= torch.tensor([[0], [min(37, view.length - 1)]], device=device)
     noise = torch.randn(2, case.heads, 1, case.most, generator=seeded(2)).to(device, dtype)

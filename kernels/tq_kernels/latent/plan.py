@@ -91,7 +91,7 @@ def decode_latents(
     latents, positions: packed latents and rotary keys, one head, of which the first `packed_length` tokens count, or
                         None; every number in their blocks must be finite
     tail_latents, tail_rotary: [B, 1, n, rank] and [B, 1, n, d], in the queries' dtype
-    indices:            int [B, S, k], the tokens that each query may see (-1: none); no others are read
+    indices:            int [B, S, k], the tokens that each query may see, each once (-1: none); no others are read
     rows, splits:       for tests: whether tokens are rows of the dots, a number of splits
 
     Other arguments as those of `decode`.  Returns means of latents [B, H, S, rank] in the queries' dtype, and the

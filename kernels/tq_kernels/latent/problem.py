@@ -73,6 +73,8 @@ def check_latents(given: LatentKey) -> None:
             f"expected queries of latents of {RANKS} channels and of rotary keys of {ROTARY_WIDTHS}, "
             f"got {list(content.shape)} and {list(rotary.shape)}"
         )
+    if given.rows and content.dtype == torch.float32:
+        raise ValueError("expected 16-bit queries with rows=True, got float32: fp8 dots are too coarse for it")
     _check_exact(given, batch, (rank, width))
     if given.latents is not None and given.positions is not None:
         for layout, size in ((given.latents, rank), (given.positions, width)):
