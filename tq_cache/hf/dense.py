@@ -10,7 +10,7 @@ def densify_kv_b_proj(model: nn.Module, dtype: torch.dtype | None = None) -> int
     """Replace every float8 `kv_b_proj` of a model by a dense `nn.Linear`, in place, and return how many there were.
 
     Attention over latents needs the weight that expands them as a plain matrix; DeepSeek-V3's own checkpoint has it in
-    float8 with a scale per block (transformers' FP8Linear).  In 16 bits that is 2 GB of a model of 671.
+    float8 with a scale per block (transformers' FP8Linear).  In 16 bits that is 2 GB of a model of 671 billion weights.
 
     dtype: of the new weights; None: the model's (`model.dtype`), which is to be one of 16 bits or more
 
