@@ -82,6 +82,9 @@ def steps() -> None:
     print_line(verdicts([dict(zip(names, values, strict=True)) for values in made]))
 
 
+pytestmark = pytest.mark.slow  # the interpreter, for a kernel that only a benchmark runs
+
+
 @pytest.fixture(scope="module")
 def lines():
     return run_script(__file__, interpret=True)
