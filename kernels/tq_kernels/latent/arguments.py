@@ -116,10 +116,9 @@ class LatentFlags(NamedTuple):
 
 
 class LatentLaunch(NamedTuple):
-    """tile, exact_step: tokens of a step; masked: the last tile may pass the last block; pdl: see `Device`."""
+    """tile, exact_step: tokens of a step, at most a block where heads are rows; pdl: see `Device`."""
 
     tile: int
     stages: int
     exact_step: int
-    masked: bool
     pdl: bool

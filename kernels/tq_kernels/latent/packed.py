@@ -27,7 +27,7 @@ _NO_ROTARY = tl.constexpr(NO_ROTARY)
 
 
 @triton.jit
-def tile_tokens(chosen, at, first, end, tokens, num_sinks, TILE: tl.constexpr, CHOSEN: tl.constexpr):
+def tile_tokens(chosen, first, end, tokens, num_sinks, TILE: tl.constexpr, CHOSEN: tl.constexpr):
     """Packed tokens of the tile from `first`, and which of them count: in a row, or as chosen."""
     row = first + tl.arange(0, TILE)
     if CHOSEN:
@@ -40,15 +40,16 @@ def tile_tokens(chosen, at, first, end, tokens, num_sinks, TILE: tl.constexpr, C
 
 
 @triton.jit
-def load_latents(base, first, token, blocks, SHAPE: tl.constexpr, CODE: tl.constexpr, MODE: tl.constexpr,
-                 CHOSEN: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Code values of packed tokens, float16 [T, rank]; `first`: the first one of tokens in a row."""
+def load_latents(
+    base, first, token, blocks, SHAPE: tl.constexpr, CODE: tl.constexpr, MODE: tl.constexpr, CHOSEN: tl.constexpr
+):
+    """Code values of packed tokens, float16 [T, rank]; `first`: the first one of tokens in a row, all of one block."""
     if CHOSEN:
-        return load_keys(base, first * 0, token, blocks, SHAPE.rank, CODE, MODE, MASKED)
+        return load_keys(base, first * 0, token, blocks, SHAPE.rank, CODE, MODE, False)
     else:
         start = first // BLOCK_TOKENS * BLOCK_TOKENS
         order = first - start + tl.arange(0, token.shape[0])
-        return load_keys(base, start, order, blocks, SHAPE.rank, CODE, MODE, MASKED)
+        return load_keys(base, start, order, blocks, SHAPE.rank, CODE, MODE, False)
 
 
 @triton.jit
@@ -88,10 +89,8 @@ def attend_packed_latents(
     peak, total = tl.full((COLUMNS,), -1e30, tl.float32), tl.zeros((COLUMNS,), tl.float32)
     acc = tl.zeros((COLUMNS, RANK), tl.float32)
     for first in tl.range(begin, tl.minimum(begin + per_split, end), TILE, num_stages=LAUNCH.stages):
-        token, inside = tile_tokens(chosen, at, first, end, tokens, num_sinks, TILE, FLAGS.chosen)
-        codes = load_latents(
-            base, first, token, blocks, SHAPE, CODE, MODE, FLAGS.chosen, LAUNCH.masked
-        ).to(DTYPE)  # fmt: skip
+        token, inside = tile_tokens(chosen, first, end, tokens, num_sinks, TILE, FLAGS.chosen)
+        codes = load_latents(base, first, token, blocks, SHAPE, CODE, MODE, FLAGS.chosen).to(DTYPE)
         s = tl.dot(q, codes.T, input_precision=ARITHMETIC.precision) * numbers.factor[:, None]
         scale = None
         if CODE.bits != 8:

@@ -274,8 +274,7 @@ def _packed_program(
 ) -> Program:  # fmt: skip
     device, latents = given.device, given.latents
     assert latents is not None
-    # Tiles of a block or less never pass the last one; only chosen tokens may be any.
-    launch = LatentLaunch(config.tile, config.stages, config.exact_step, False, device.starts_dependents)
+    launch = LatentLaunch(config.tile, config.stages, config.exact_step, device.starts_dependents)
     constants: dict[str, Any] = dict(
         SHAPE=shape, CODE=latents.coding.code, ROTARY=rotary, FLAGS=flags, ARITHMETIC=arithmetic,
         MODE=decoders(device), LAUNCH=launch,
