@@ -104,11 +104,10 @@ def exact_parts(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
 
 def attention(query, keys, values, mask, scaling, roundings, softcap=None, sink_logits=None) -> Expected:
     """Plain attention in float64; `mask` bool or float, None for full attention.  Rows without a token give zeros."""
-    group, query = query.shape[1] // keys.shape[1], query.double()
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = query @ keys.mT * scaling
-    operands = 2 * (roundings.operand * scaling) ** 2 * (query.square() @ keys.mT.square())
-    lengths = query.square().sum(-1)[..., None] * keys.square().sum(-1)[..., None, :]
+    query, keys, values = query.double(), keys.double(), values.double()
+    scores = _times(query, keys.mT) * scaling
+    operands = 2 * (roundings.operand * scaling) ** 2 * _times(query.square(), keys.mT.square())
+    lengths = _times(query.square().sum(-1, keepdim=True), keys.square().sum(-1)[..., None, :])
     variance = operands + (roundings.dot * scaling) ** 2 * lengths
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -121,14 +120,21 @@ def attention(query, keys, values, mask, scaling, roundings, softcap=None, sink_
         scores, values = torch.cat([scores, extra], dim=-1), torch.nn.functional.pad(values, (0, 0, 0, 1))
         variance = torch.cat([variance, roundings.dot**2 * (extra.square() + 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
-    out, lse = weights @ values, torch.logsumexp(scores, dim=-1)
-    sizes, length = values.square().sum(-1)[..., None, :], out.square().sum(-1)
-    spread = (sizes - 2 * out @ values.mT + length[..., None]).clamp_min(0)
+    out, lse = _times(weights, values), torch.logsumexp(scores, dim=-1)
+    sizes, length = _times(torch.ones_like(query[..., :1]), values.square().sum(-1)[..., None, :]), out.square().sum(-1)
+    spread = (sizes - 2 * _times(out, values.mT) + length[..., None]).clamp_min(0)
     steps = roundings.sum * keys.shape[2] ** 0.5
     per_token = weights.square() * (variance * spread + 2 * roundings.operand**2 * sizes)
     out_error = (per_token.sum(-1) + (roundings.dot + steps) ** 2 * length).sqrt()
     lse_error = (weights * variance.sqrt()).sum(-1) + steps + roundings.sum * lse.abs().nan_to_num(posinf=0.0)
     return Expected(out, lse, out_error, roundings.out * length.sqrt(), lse_error)
+
+
+def _times(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[B, H_q, S, N] @ [B, H, N, M], heads in groups: nothing is repeated for each of them."""
+    batch, kv_heads = columns.shape[:2]
+    grouped = rows.reshape(batch, kv_heads, -1, rows.shape[-1]) @ columns
+    return grouped.view(*rows.shape[:3], columns.shape[-1])
 
 
 def ratios(out: torch.Tensor, lse: torch.Tensor, expected: Expected) -> Ratios:

@@ -223,11 +223,13 @@ def test_error_is_not_larger_than_that_of_bfloat16(latent, queries):
 
 
 @pytest.mark.parametrize("latent", ["fp8_e4m3", "tq4", "tq3"])
-def test_absorbed_error_is_that_of_expanded_attention_in_bfloat16(latent):
-    """With a model's weight: queries absorb its half and the means meet the other, all rounded to bfloat16.
+def test_error_is_not_larger_than_that_of_expanded_attention_in_bfloat16(latent):
+    """Beside what transformers does: latents expanded to each head's keys and values, all rounded to bfloat16.
 
-    Expanded, latents, keys, values, probabilities and output are; absorbed, queries, means and output.  Means are
-    rounded as the output is, and do not average out as values do: two roundings where there is one, sqrt(2) in all.
+    The kernels' error is that for the queries they are given.  Scores have a standard deviation of about 3, so that a
+    few tokens decide, as in a model; where all count alike, the error of either is but the rounding of its output.
+    Absorbed queries are rounded once more, which no expanded ones are: with that, and the means' rounding on their way
+    through the weight, one more rounding each as large as that of the output, sqrt(3) of it at most.
     """
     case = Case(latent, "int8", 512, 64, packed=4096, heads=16, splits=None)
     view, generator = case.view("cuda", torch.bfloat16), seeded(5, "cuda")
@@ -235,17 +237,19 @@ def test_absorbed_error_is_that_of_expanded_attention_in_bfloat16(latent):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    projection, query = KVProjection(normal(16, 256, 512) / 512**0.5, 128), normal(1, 16, 1, 192)
+    projection, query = KVProjection(normal(16, 256, 512) / 512**0.5, 128), 4 * normal(1, 16, 1, 192)
     exact = KVProjection(projection.weight.double(), 128)
     keys, values = exact.expand(*exact_parts(view))
-    expected = torch.softmax(query.double() @ keys.mT * SCALING, -1) @ values
+    whole = torch.softmax(query.double() @ keys.mT * SCALING, -1) @ values
     keys, values = projection.expand(*(x.bfloat16() for x in exact_parts(view)))
     weights = torch.softmax(query @ keys.mT * SCALING, -1, torch.float32).bfloat16()
-    expanded = relative_error(weights @ values, expected)
+    expanded = relative_error(weights @ values, whole)
+    absorbed = list(projection.absorb(query))
+    expected = expect(absorbed, view, None, Roundings.of_kernels(torch.bfloat16)).out
     for rows in forms(case, torch.bfloat16):
-        means, _ = run_kernel(case, list(projection.absorb(query)), view, None, None, {}, rows=rows)
-        found = relative_error(projection.values_of(means), expected)
-        assert found <= 2**0.5 * expanded, (rows, found, expanded)
+        means, _ = run_kernel(case, absorbed, view, None, None, {}, rows=rows)
+        found = relative_error(means, expected), relative_error(projection.values_of(means), whole)
+        assert found[0] <= expanded and found[1] <= 3**0.5 * expanded, (rows, found, expanded)
 
 
 def test_a_query_with_strides_and_a_mask_that_is_expanded():

@@ -12,7 +12,8 @@ from latent_decode_cases import CASES, FAST_STATIC, STATIC, compare, compare_sta
 
 # Every number of bits, every rotary format, every rank, both forms, and every feature, once.
 FAST = (
-    "fp8_e5m2/int8", "tq2/exact", "tail and sinks", "padding, floats", "all", "nothing packed", "chosen",
+    "fp8_e5m2/int8", "tq2/exact", "tail and sinks", "many splits", "many splits, not rotated", "padding, floats", "all",
+    "nothing packed", "chosen",
 )  # fmt: skip
 HALVES = ("chosen",)  # in float16 too, heads on M
 HALF = torch.float16

@@ -37,13 +37,12 @@ def attend_absorbed(
     found: Absorption,
     mask: torch.Tensor | None,
     indices: torch.Tensor | None,
-    padding: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention [B, H, S, v] of `query` [B, H, S, n + d]; None where all is exact and expanding it costs less.
 
-    indices: of sparse attention, see `Backend.attend_latents`; padding: the model's own mask, which tells what of the
-             cache is padding; mask and options are those of `Backend.attend`
+    mask:    as that of `Backend.attend`, the model's own, which tells what of the cache is padding
+    indices: of sparse attention, see `Backend.attend_latents`; options are those of `Backend.attend`
     """
     update, projection = found
     if update.flat is not None:
@@ -51,7 +50,7 @@ def attend_absorbed(
     view = update.view
     assert view is not None
     if view.observe is not None:
-        view.observe(query, padding, projection.content)
+        view.observe(query, mask, projection.content)
     few = projection.absorbs(query.shape[2], query.shape[3] - projection.nope)
     if view.is_exact and torch.is_grad_enabled() and query.requires_grad:  # the operations have no backward pass
         update.layer.path = "expanded: gradients"

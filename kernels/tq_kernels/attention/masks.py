@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..device import Device
 from ..launch import Launch, Program
-from .scores import FULL_MASK, apply_mask
+from .scores import FULL_MASK, NO_MASK, ROW_MASK, apply_mask
 
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -100,6 +100,17 @@ def mask_of(mask, strides, batch, head, tile):
     """The mask of a query head, and its tiles of a tile of queries."""
     tiles = mask.tiles + batch * strides.tiles.batch + head * strides.tiles.head + tile * strides.tiles.query
     return TiledMask(mask.mask + batch * strides.mask.batch + head * strides.mask.head, tiles)
+
+
+def describe_mask(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """The mask as decode takes it, [B, H_q, S, all tokens or more], and what kind it is; query: [B, H_q, S, ...]."""
+    if mask is None:
+        return None, NO_MASK.value
+    if mask.dim() != 4:
+        raise ValueError(f"expected a mask [B, H, {query.shape[2]}, all tokens or more], got {list(mask.shape)}")
+    kind = ROW_MASK if mask.shape[1] == 1 and query.shape[2] == 1 else FULL_MASK
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return mask.expand(*query.shape[:2], -1, -1), kind.value
 
 
 def classify(

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from .. import tuning
-from ..attention.masks import MaskSteps
-from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK, ScoreFactors
+from ..attention.masks import MaskSteps, describe_mask
+from ..attention.scores import LOG2E, ScoreFactors
 from ..device import Device, describe
 from ..launch import Launch, Program, aligned, new, signature
 from ..states import BLOCK_TOKENS, Layout, States, TokenSteps, no_layout
@@ -117,7 +117,7 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
     """The launches of `decode`, and what it returns once they have run; raises as it does."""
     device, query, key, value, tail_keys, tail_values, packed_length, scaling = problem[:8]
     sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, *rest = problem[8:]
-    mask, mask_kind = _describe(mask, query)
+    mask, mask_kind = describe_mask(mask, query)
     sink_keys = sink_values = None
     if sink_tokens is not None and sink_tokens[0].shape[2]:
         sink_keys, sink_values = sink_tokens
@@ -163,17 +163,6 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
 @lru_cache(maxsize=256)
 def _scales(scaling: float, softcap: float | None) -> ScoreFactors:
     return ScoreFactors(scaling * _LOG2E, float(softcap or 0))
-
-
-def _describe(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """The mask as kernels take it, [B, H_q, S, all tokens or more], and what kind it is."""
-    if mask is None:
-        return None, NO_MASK.value
-    if mask.dim() != 4:
-        raise ValueError(f"expected a mask [B, H, {query.shape[2]}, all tokens or more], got {list(mask.shape)}")
-    kind = ROW_MASK if mask.shape[1] == 1 and query.shape[2] == 1 else FULL_MASK
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask.expand(*query.shape[:2], -1, -1), kind.value
 
 
 @lru_cache(maxsize=256)

@@ -92,12 +92,18 @@ def check(given: Key, key: Layout, value: Layout) -> None:
         raise ValueError("expected query, keys and values whose last dimension is contiguous")
     _check_sinks(given.sink_keys, keys)
     _check_sinks(given.sink_values, values)
-    counted = given.counts[1] is not None
-    if counted and (queries > 1 or tail % BLOCK_TOKENS):
+    check_counts_and_mask(given.counts[1] is not None, queries, given.packed_length, tail, given.mask)
+
+
+def check_counts_and_mask(
+    counted: bool, queries: int, packed_length: int, tail_length: int, mask: Signature | None
+) -> None:
+    """Raise ValueError unless a tail that is a ring, where tokens are counted on the device, and the mask fit."""
+    if counted and (queries > 1 or tail_length % BLOCK_TOKENS):
         raise ValueError(
-            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail} slots"
+            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail_length} slots"
         )
-    tokens, mask = 1 if counted else given.packed_length + tail, given.mask
+    tokens = 1 if counted else packed_length + tail_length
     if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
         raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")
 

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from ..device import Device
-from ..tuning import Arithmetic
+from ..tuning import EXACT_TOKENS, Arithmetic
 
 MOST_ROWS_COLUMNS = 48  # beyond so many columns heads on M are faster [H200]: a tile of 16 decodes all by itself
 MAX_SPLITS = 256
-PER_MULTIPROCESSOR = 2  # programs, of 255 registers a thread
+PER_MULTIPROCESSOR = 2  # programs of 4 warps, of 255 registers a thread
 
 
 class LatentConfig(NamedTuple):
@@ -63,12 +63,12 @@ def latent_config(
         return ROWS[bits]
     itemsize = 4 if dtype == torch.float32 else 2
     width = 16 if itemsize == 4 else min(max(triton.next_power_of_2(columns), 16), 64)
-    tile, warps, stages = (64 if width == 64 else 32), (8 if width > 16 else 4), (3 if bits == 16 else 2)
-    if itemsize == 4:
-        tile, warps, stages = 16, 8, 1
-
     # Tensor cores without wgmma read a tile in both orders, in tf32 beside the one decoded; other dots are in float32.
     wgmma = not device.is_nvidia or (9, 0) <= device.capability < (12, 0)
+    wide, few = width == 64, width == 16 and bits < 16 and wgmma
+    tile, warps, stages = (64 if wide or few else 32), (8 if wide else 4), (3 if wide or bits == 16 else 2)
+    if itemsize == 4:
+        tile, warps, stages = 16, 8, 1
     exactly = itemsize == 4 and latent_arithmetic(dtype, device).precision == "ieee"
     cores = not device.is_nvidia or (device.capability >= (8, 0) and not exactly)
     size, copies, least = (itemsize, 1 if wgmma else itemsize - itemsize // 4, 16) if cores else (4, 1, 8)
@@ -93,12 +93,18 @@ def latent_config(
 
 
 def latent_splits(config: LatentConfig, programs: int, tokens: int, multiprocessors: int) -> int:
-    """Splits of packed tokens that fill `multiprocessors`, each of two tiles at least; programs: of one split."""
-    wanted = max(1, (1 if config.rows else PER_MULTIPROCESSOR) * multiprocessors // programs)
-    return max(1, min(wanted, -(-tokens // (2 * config.tile)), MAX_SPLITS))
+    """Splits of packed tokens that fill `multiprocessors`, of two tiles at least, of one where it is of rows; programs:
+    of one split."""
+    wanted = max(1, _resident(config) * multiprocessors // programs)
+    return max(1, min(wanted, -(-tokens // (config.tile * (1 if config.rows else 2))), MAX_SPLITS))
 
 
-def latent_exact_splits(programs: int, tokens: int, multiprocessors: int, beside: bool) -> int:
+def latent_exact_splits(config: LatentConfig, programs: int, tokens: int, multiprocessors: int, beside: bool) -> int:
     """Splits of the tail, which stands `beside` packed tokens or alone."""
-    most = 4 if beside else max(8, min(PER_MULTIPROCESSOR * multiprocessors // programs, MAX_SPLITS))
-    return min(-(-tokens // 64), most)
+    most = 4 if beside else max(8, min(_resident(config) * multiprocessors // programs, MAX_SPLITS))
+    return min(-(-tokens // EXACT_TOKENS), most)
+
+
+def _resident(config: LatentConfig) -> int:
+    """Programs that a multiprocessor has room for."""
+    return PER_MULTIPROCESSOR if config.warps == 4 and not config.rows else 1

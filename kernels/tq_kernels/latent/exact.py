@@ -16,7 +16,7 @@ class LatentSpan(NamedTuple):
     """Tokens `start` .. `end` of latents and rotary keys of one sequence, [n, rank] and [n, d] with these strides.
 
     Token i stands at `place` + i among all of them; of a ring of so many `slots` (or None), it lies in slot
-    (first + i) % slots.  Where tokens are chosen, those of i that are: `count` of them.
+    (first + i) % slots.
     """
 
     latents: Any

@@ -14,13 +14,14 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..attention.masks import MaskSteps
-from ..attention.scores import FULL_MASK, LOG2E, NO_MASK, ROW_MASK
+from ..attention.masks import MaskSteps, describe_mask
+from ..attention.scores import LOG2E
 from ..bits.to_float16 import decoders
 from ..decode.arguments import Counts, QuerySteps
+from ..decode.merge import NO_STEPS
 from ..device import describe
 from ..launch import Launch, Program, aligned, signature
-from ..states import BLOCK_TOKENS, PairSteps, States, TokenSteps, Transform
+from ..states import BLOCK_TOKENS, Layout, PairSteps, States, TokenSteps, Transform
 from . import choices
 from .arguments import (
     CODED_ROTARY,
@@ -39,12 +40,11 @@ from .arguments import (
     Settings,
 )
 from .attend import latent_exact_kernel, latent_kernel, latent_rows_kernel
-from .merge import merge_program
+from .merge import MergePrograms, merge_programs
 from .problem import LatentKey, LatentProblem, check_latents
 from .query import QUERY_ROWS, latent_query_kernel
 
 _NO_TRANSFORM = Transform(None, None, None)
-_NO_STEPS = QuerySteps(0, 0, 0)
 
 
 class LatentPlan(NamedTuple):
@@ -52,7 +52,7 @@ class LatentPlan(NamedTuple):
 
     query: Program | None
     attend: Program
-    merge: Program
+    merge: MergePrograms
     query_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
     splits: int
@@ -112,7 +112,7 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
     """The launches of `decode_latents`, and what it returns once they have run; raises as it does."""
     content, rotary, latents, positions = problem.content, problem.rotary, problem.latents, problem.positions
     batch, heads, queries, rank = content.shape
-    mask, mask_kind = _describe_mask(problem.mask, content)
+    mask, mask_kind = describe_mask(problem.mask, content)
     chosen = None
     if problem.indices is not None:
         indices = problem.indices.to(torch.int32).contiguous()
@@ -154,10 +154,15 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         content.new_empty(batch, heads, queries, dtype=torch.float32),
     )
     sink_logits = None if problem.sink_logits is None else problem.sink_logits.expand(batch, heads, queries)
-    steps = _NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
+    steps = NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
     transform = latents.transform if plan.splits and latents is not None else _NO_TRANSFORM
-    merged = (work, transform, sink_logits, out, lse, plan.splits, plan.all_splits, heads, steps)
-    launches.append(Launch(plan.merge, (batch * heads * queries, 1, 1), merged))
+    join, merge, channels = plan.merge
+    grid, splits, all_splits = (batch * heads * queries, rank // channels, 1), plan.splits, plan.all_splits
+    if join is not None:
+        joined = content.new_empty(2 * grid[0] * (rank + 1), dtype=torch.float32)
+        launches.append(Launch(join, grid, (work, joined, splits, all_splits, heads * queries)))
+        work, splits, all_splits, grid = joined, 1, 2, (grid[0], 1, 1)
+    launches.append(Launch(merge, grid, (work, transform, sink_logits, out, lse, splits, all_splits, heads, steps)))
     return launches, out, lse
 
 
@@ -194,17 +199,6 @@ def _descriptor(packed: torch.Tensor, tokens: int, row: int) -> Any:
     return TensorDescriptor(packed, [count, row], [row, 1], [tokens, row])
 
 
-def _describe_mask(mask: torch.Tensor | None, content: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """The mask as kernels take it, [B, H, S, all tokens or more], and what kind it is."""
-    if mask is None:
-        return None, NO_MASK.value
-    if mask.dim() != 4:
-        raise ValueError(f"expected a mask [B, H, {content.shape[2]}, all tokens or more], got {list(mask.shape)}")
-    kind = ROW_MASK if mask.shape[1] == 1 and content.shape[2] == 1 else FULL_MASK
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask.expand(*content.shape[:2], -1, -1), kind.value
-
-
 @lru_cache(maxsize=256)
 def _plan(given: LatentKey) -> LatentPlan:
     """Raises as `decode_latents` does."""
@@ -226,7 +220,7 @@ def _plan(given: LatentKey) -> LatentPlan:
     if packs:
         tokens = given.packed_length if given.chosen is None else given.chosen
         splits = given.splits or choices.latent_splits(config, programs, tokens, device.multiprocessors)
-    exact = choices.latent_exact_splits(programs, tail.shape[2], device.multiprocessors, beside=splits > 0)
+    exact = choices.latent_exact_splits(config, programs, tail.shape[2], device.multiprocessors, splits > 0)
     all_splits = splits + exact + (given.exact[2] is not None)
     shape = LatentShape(rank, width, max(width, 16), heads, queries, config.columns)
     flags = LatentFlags(
@@ -243,15 +237,9 @@ def _plan(given: LatentKey) -> LatentPlan:
         assert latents is not None and positions is not None
         if config.rows:
             arithmetic = choices.rows_arithmetic(device)
-        coded = RotaryCode(NO_ROTARY, (0, 0), False)
-        if width:
-            exactly = positions.coding.exact
-            coded = RotaryCode(
-                EXACT_ROTARY if exactly else CODED_ROTARY, (0, 0) if exactly else positions.coding.code.table,
-                positions.strides[1] is not None,
-            )  # fmt: skip
-            if not exactly:
-                positions_dtype = torch.float32 if content.dtype == torch.float32 else torch.float16
+        coded = _rotary_code(positions)
+        if coded.kind == CODED_ROTARY:
+            positions_dtype = torch.float32 if content.dtype == torch.float32 else torch.float16
         two_terms = config.rows and device.is_nvidia
         operand = (operand[0], torch.float32 if content.dtype == torch.float32 else torch.float16)
         if two_terms:
@@ -259,13 +247,23 @@ def _plan(given: LatentKey) -> LatentPlan:
         attend = _packed_program(given, config, shape, coded, flags, arithmetic)
         constants = dict(SHAPE=shape, ROTARY=coded, FP8=two_terms, PTX=device.is_nvidia, ROWS=QUERY_ROWS, PDL=pdl)
         query = Program(latent_query_kernel, device, constants, {})
-    merge = merge_program(device, rank, queries, all_splits)
+    rotated = splits > 0 and latents is not None and latents.coding.rotated
+    merge = merge_programs(device, rank, queries, batch * heads * queries, all_splits, rotated)
     padded = tiles * config.columns if query is not None else 0
     return LatentPlan(
         query, attend, merge, (triton.cdiv(max(padded, heads * queries), QUERY_ROWS), batch, 1),
         (tiles, programs // tiles, all_splits), splits, all_splits, operand, positions_dtype,
         (config.tile, rank * bits // 8) if config.rows and splits else None, _steps(given),
     )  # fmt: skip
+
+
+def _rotary_code(positions: Layout) -> RotaryCode:
+    """How packed rotary keys are read, if there are any."""
+    if not positions.head_dim:
+        return RotaryCode(NO_ROTARY, (0, 0), False)
+    if positions.coding.exact:
+        return RotaryCode(EXACT_ROTARY, (0, 0), False)
+    return RotaryCode(CODED_ROTARY, positions.coding.code.table, positions.strides[1] is not None)
 
 
 def _packed_program(

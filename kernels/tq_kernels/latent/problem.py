@@ -4,13 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..decode.problem import MAX_QUERIES, QUERY_DTYPES, check_counts_and_mask
 from ..device import Device
 from ..launch import Signature
-from ..states import BLOCK_TOKENS, Layout, States
-
-MAX_QUERIES = 16
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-RANKS, ROTARY_WIDTHS = (128, 256, 512), (0, 32, 64)
+from ..states import Layout, States
+from ..store.latents import LATENT_RANKS, ROTARY_DIMS
 
 
 class LatentProblem(NamedTuple):
@@ -68,9 +66,9 @@ def check_latents(given: LatentKey) -> None:
     width = rotary.shape[3]
     if not 0 < queries <= MAX_QUERIES:
         raise ValueError(f"expected 1 to {MAX_QUERIES} queries, got {queries}; expand the latents for more")
-    if rank not in RANKS or width not in ROTARY_WIDTHS or rotary.shape[:3] != content.shape[:3]:
+    if rank not in LATENT_RANKS or width not in ROTARY_DIMS or rotary.shape[:3] != content.shape[:3]:
         raise ValueError(
-            f"expected queries of latents of {RANKS} channels and of rotary keys of {ROTARY_WIDTHS}, "
+            f"expected queries of latents of {LATENT_RANKS} channels and of rotary keys of {ROTARY_DIMS}, "
             f"got {list(content.shape)} and {list(rotary.shape)}"
         )
     if given.rows and content.dtype == torch.float32:
@@ -88,13 +86,7 @@ def check_latents(given: LatentKey) -> None:
             raise ValueError(f"expected exact rotary keys in {content.dtype}, got {given.positions.dtype}")
     tail = given.exact[0]
     assert tail is not None
-    if given.counted is not None and (queries > 1 or tail.shape[2] % BLOCK_TOKENS):
-        raise ValueError(
-            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail.shape[2]} slots"
-        )
-    tokens, mask = 1 if given.counted is not None else given.packed_length + tail.shape[2], given.mask
-    if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
-        raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")
+    check_counts_and_mask(given.counted is not None, queries, given.packed_length, tail.shape[2], given.mask)
 
 
 def _check_exact(given: LatentKey, batch: int, widths: tuple[int, int]) -> None:

@@ -9,7 +9,7 @@ from ..bits.two_terms import two_terms
 from .arguments import CODED_ROTARY, NO_ROTARY
 
 _NO_ROTARY, _CODED = tl.constexpr(NO_ROTARY), tl.constexpr(CODED_ROTARY)
-QUERY_ROWS = 4  # columns of a program
+QUERY_ROWS = 1  # columns of a program: more take longer to rotate [H200]
 
 
 @triton.jit
