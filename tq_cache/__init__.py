@@ -16,9 +16,10 @@ from .hf.dense import densify_kv_b_proj
 from .hf.layers import ATTENTION_NAME
 from .hf.masks import turboquant_mask
 from .report import CacheReport
+from .saving.folder import CacheFileError
 
 __version__ = "0.1.0"
-__all__ = ["FORMATS", "PRESETS", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
+__all__ = ["FORMATS", "PRESETS", "CacheFileError", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
 
 AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

@@ -1,22 +1,37 @@
 """`TurboQuantCache`: what a user hands to `generate()`."""
 
 import copy
+import os
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
-from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
+from .compat import (
+    RESET_KEEPS_LENGTH,
+    decoder_config,
+    exporting,
+    layer_kinds,
+    length_after_crop,
+    outside_graph,
+    own_layers,
+)
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
 from .planning.geometry import latent_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
+from .saving.load import Place, load
+from .saving.own_layers import place_window
+from .saving.save import save
 from .storage.base import LayerStorage, round_up
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.preallocated import PreallocatedStorage
@@ -100,8 +115,15 @@ class TurboQuantCache(DynamicCache):
             *(layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets),
             *(latent_layers(self.config), rotary),
         )
+        self.options: dict[str, Any] = dict(  # as JSON
+            preset=preset, key=key, value=value, rotary=rotary, absorb=absorb, residual_length=residual_length,
+            sink_tokens=sink_tokens, boundary_layers=boundary_layers, skip_format=skip_format, center=center,
+            skip_layers=[skip_layers] if isinstance(skip_layers, (str, int)) else [*skip_layers], smooth=smooth,
+            layer_presets=[*layer_presets.items()] if layer_presets else None,
+        )  # fmt: skip
         self._check_value_format(value)
         self._warn_if_nothing_is_packed()
+        self._unplaced: set[int] = set()  # layers that were loaded, and have not seen where the next token is
         self._max_cache_len = max_cache_len
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
@@ -155,6 +177,8 @@ class TurboQuantCache(DynamicCache):
                 "torch.export cannot take the memory of a TurboQuantCache into a program; use torch.compile, with "
                 "max_cache_len, or export the model with a cache of transformers"
             )
+        if layer_idx in self._unplaced:
+            outside_graph(self._place, layer_idx, key_states)
         held = self._held_batch_size(layer_idx)
         if held is not None and held != key_states.shape[0]:
             raise ValueError(
@@ -185,11 +209,93 @@ class TurboQuantCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
+        self._unplaced.clear()
         if RESET_KEEPS_LENGTH:
             fresh = own_layers(self.config, self._max_cache_len)
             for plan in self.plans:
                 if not isinstance(self.layers[plan.index], PackedLayer):
                     self.layers[plan.index] = fresh[plan.index]
+
+    # ------------------------------------------------------------------------------------------------ save and load
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | None = None,
+        input_ids: torch.Tensor | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        progress: bool = False,
+    ) -> None:
+        """Write what this cache holds to a folder: safetensors, and a header that says what they are.
+
+        model:           its parameters, adapters among them, are then compared where the cache is loaded with a model;
+                         without it those files of weights that the config names are
+        input_ids:       the tokens held, [B, T], so that `from_pretrained(..., input_ids=)` finds a common beginning
+        max_shard_bytes: bytes of one file, and of CPU memory that this takes
+        progress:        show a bar
+
+        A folder that holds an older save keeps it until the new one is whole.  Where tensor parallelism shares KV heads
+        among processes all of them call this, with a folder that all see, and each writes its own; where every process
+        holds all (`report()`), let one call it.
+
+        Raises ValueError on an empty cache or other input_ids, NotImplementedError on layers with a state that is not
+        known, OSError where the folder cannot be written.
+        """
+        written_by = (
+            f"tq_cache {version('tq-cache')}, transformers {transformers.__version__}, torch {torch.__version__}"
+        )
+        save(self, Path(folder), model, input_ids, max_shard_bytes, progress, written_by)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        config: PreTrainedConfig | torch.nn.Module,
+        *,
+        input_ids: torch.Tensor | None = None,
+        length: int | None = None,
+        max_cache_len: int | None = None,
+        device: Place = None,
+        any_weights: bool = False,
+        backend: str = "auto",
+        offloading: bool = False,
+        progress: bool = False,
+    ) -> "TurboQuantCache":
+        """The cache in a folder, with the preset and the options it was saved with.
+
+        config:        that of the model, or the model itself: then its parameters are compared too, and layers go to
+                       where those of the model are
+        input_ids:     a prompt, [B, T]: only the tokens with which both it and what was saved begin are loaded, at most
+                       T - 1; then generate() with all of the prompt
+        length:        load at most so many first tokens
+        max_cache_len: preallocate, whether or not what was saved did
+        device:        of all layers, or by layer; None: keys and values move to where their layer's next token is
+        any_weights:   take a cache that was saved with other weights of a model of this shape
+        backend, offloading: as those of the class
+        progress:      show a bar
+
+        Every tensor is checked against its checksum, also where only a part of it is loaded.  With tensor parallelism
+        each process takes its KV heads, however many wrote them.
+
+        Raises CacheFileError, a ValueError, where there is no whole cache of this model; ValueError where it does not
+        fit into max_cache_len, or that would hold fewer packed tokens; NotImplementedError where a layer's state cannot
+        be cut to fewer tokens.
+        """
+        options = dict(max_cache_len=max_cache_len, backend=backend, offloading=offloading)
+        return load(cls, Path(folder), config, input_ids, length, device, any_weights, progress, options)
+
+    def loaded(self) -> None:
+        """Layers hold tokens of a folder: the next update moves each to where its new tokens are."""
+        self._unplaced = {index for index in range(len(self.layers)) if self._held_batch_size(index) is not None}
+
+    def _place(self, layer_idx: int, key_states: torch.Tensor) -> None:
+        layer, heads = self.layers[layer_idx], key_states.shape[1]
+        if isinstance(layer, PackedLayer):
+            layer.storage.place(key_states.device, heads)
+        else:
+            place_window(layer, key_states.device, heads)
+        self._unplaced.discard(layer_idx)
 
     @property
     def nbytes(self) -> int:

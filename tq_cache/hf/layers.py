@@ -150,8 +150,8 @@ class PreallocatedLayer(PackedLayer):
         return pair
 
     def get_seq_length(self) -> Any:
-        """Tokens held, an int64 tensor on the device once there are any."""
-        return 0 if self.flat is None else self.flat.num_tokens
+        """Tokens held, an int64 tensor on the device from the first update on."""
+        return self.storage.length if self.flat is None else self.flat.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that attention sees: all there is room for, at prefill those there are.

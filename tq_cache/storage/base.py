@@ -10,7 +10,8 @@ import torch
 from ..backends import Backend, choose_backend
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
-from ..formats.states import Calibration, KVView, PackedStates
+from ..formats.states import Calibration, KVView, PackedStates, map_tensors
+from ..parallel import share_of_heads
 from .checks import check_packable, check_states
 from .first_tokens import FirstTokens
 
@@ -161,6 +162,42 @@ class LayerStorage(ABC):
             PackedStates.empty(second, self.preset.value, values, capacity, calibration[1]),
         )
 
+    # ------------------------------------------------------------------------------------- as it was elsewhere
+
+    @property
+    @abstractmethod
+    def calibration(self) -> tuple[Calibration, Calibration] | None:
+        """Of what is packed, or will be; None before there is one."""
+
+    @abstractmethod
+    def adopt(self, view: KVView, calibration: tuple[Calibration, Calibration] | None) -> None:
+        """Hold the tokens of a view in place of all others; `first_tokens` are those that belong to it.
+
+        Takes the tensors of the view, or copies them.  Raises ValueError, changing nothing, where they cannot be held
+        as this storage would.
+        """
+
+    def place(self, device: torch.device, heads: int) -> None:
+        """Move tokens that were adopted to where the next ones are, [B, heads, T, D]; of KV heads this process's.
+
+        Raises ValueError where `heads` can be no share of those held.
+        """
+        if self.newest is None:
+            return
+        held = self.newest[0]
+        share = share_of_heads(held.shape[1], heads, "a saved cache")
+        if held.device == device and heads == held.shape[1]:
+            return
+        calibration, view = self.calibration, trimmed(self.view())
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return x[:, share].to(device).contiguous()
+
+        with torch.inference_mode(False), torch.no_grad():
+            self.first_tokens.place(device, share)
+            pair = None if calibration is None else (map_tensors(calibration[0], own), map_tensors(calibration[1], own))
+            self.adopt(map_tensors(view, own), pair)
+
     # -------------------------------------------------------------------------------- whole tokens and sequences
 
     @abstractmethod
@@ -182,3 +219,9 @@ class LayerStorage(ABC):
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
         """Move everything; does not wait for the copies."""
+
+
+def trimmed(view: KVView) -> KVView:
+    """The same tokens, without the room for more behind packed ones."""
+    key, value = (None if x is None else x.tokens(0, view.packed_length) for x in (view.key, view.value))
+    return replace(view, key=key, value=value)

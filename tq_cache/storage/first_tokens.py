@@ -150,6 +150,30 @@ class FirstTokens:
             counts[:, 0, :, 0] &= place >= self._starts.to(counts.device)[:, None]
         return counts
 
+    def state(self) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+        """All that is known: numbers and tensors by name, of which `squares` alone have KV heads, [B, H_kv, 1, D]."""
+        numbers = dict(
+            done=int(self.done), queries=self._queries, observed=self._observed, unseen=self._unseen
+        )  # fmt: skip
+        squares, seen = (None, None) if self._energy is None else self._energy
+        held = dict(calibrated=self._calibrated, starts=self._starts, squares=squares, seen=seen)
+        return numbers, {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def restore(self, numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        """What `state` gave."""
+        self.done = bool(numbers["done"])
+        self._queries, self._observed, self._unseen = (numbers[name] for name in ("queries", "observed", "unseen"))
+        self._calibrated, self._starts = tensors.get("calibrated"), tensors.get("starts")
+        self._energy = QueryEnergy(tensors["squares"], tensors["seen"]) if "squares" in tensors else None
+
+    def place(self, device: torch.device, heads: slice) -> None:
+        """Move what is known to a device, of those KV heads."""
+        if self._starts is not None:
+            self._starts = self._starts.to(device)
+        if self._energy is not None:
+            squares, seen = self._energy
+            self._energy = QueryEnergy(squares[:, heads].to(device), seen.to(device))
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a choice of sequences to all that is known of them."""
         if self._calibrated is not None:

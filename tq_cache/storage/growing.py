@@ -16,7 +16,7 @@ import torch
 
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
-from ..formats.states import KVView, PackedStates, map_tensors, tensors
+from ..formats.states import Calibration, KVView, PackedStates, map_tensors, tensors
 from .base import LayerStorage, round_up
 
 # A residual_length with which nothing is ever packed.
@@ -197,6 +197,27 @@ class GrowingStorage(LayerStorage):
             self.key, self.value = _grown(self.key, capacity), _grown(self.value, capacity)
         self._backend(keys, values).store_pair(self.key, self.value, keys, values, self.packed_length)
         self.packed_length = end
+
+    # ------------------------------------------------------------------------------------- as it was elsewhere
+
+    @property
+    def calibration(self) -> tuple[Calibration, Calibration] | None:
+        return None if self.key is None or self.value is None else (self.key.calibration, self.value.calibration)
+
+    def adopt(self, view: KVView, calibration: tuple[Calibration, Calibration] | None) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            sink_keys, sink_values, keys, values = view.sink_keys, view.sink_values, view.tail_keys, view.tail_values
+            key, value = view.key, view.value
+            if not view.packed_length and sink_keys is not None and sink_values is not None:
+                keys, values = torch.cat([sink_keys, keys], dim=2), torch.cat([sink_values, values], dim=2)
+                sink_keys = sink_values = None  # which they become with the first block
+            if not view.packed_length and calibration is not None and self.first_tokens.done:
+                key, value = self._unwritten(keys, values, 0, calibration)
+            self.key, self.value, self.packed_length = key, value, view.packed_length
+            self.sink_keys, self.sink_values = sink_keys, sink_values
+            self.tail_keys = self.tail_values = None
+            self.tail_length = keys.shape[2]
+            self.tail_keys, self.tail_values = (self._buffer(x, x.shape[2]) for x in (keys, values))
 
     # -------------------------------------------------------------------------------------------- whole tokens
 

@@ -8,7 +8,7 @@ import torch
 from ..backends.calibration import calibrate_pair
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
-from ..formats.states import Calibration, KVView, PreallocatedStates, packed_length_of, tensors
+from ..formats.states import Calibration, KVView, PackedStates, PreallocatedStates, packed_length_of, tensors
 from .base import LayerStorage, round_up
 from .checks import check_room
 
@@ -252,6 +252,43 @@ class PreallocatedStorage(LayerStorage):
             torch._dynamo.mark_static_address(tensor)
         return self.states
 
+    # ------------------------------------------------------------------------------------- as it was elsewhere
+
+    @property
+    def calibration(self) -> tuple[Calibration, Calibration] | None:
+        return None if self.states is None else (self.states.key.calibration, self.states.value.calibration)
+
+    def adopt(self, view: KVView, calibration: tuple[Calibration, Calibration] | None) -> None:
+        length, own = view.length, packed_length_of(view.length, self.residual_length, self.sink_tokens)
+        check_room(0, length, self.max_length)
+        if view.packed_length and (own < view.packed_length or view.sink_length != self.sink_tokens):
+            raise ValueError(
+                f"expected at most {own} of {length} tokens packed and {self.sink_tokens} sinks with max_cache_len, "
+                f"got {view.packed_length} and {view.sink_length}; leave max_cache_len out, or load all tokens"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values, start = view.tail_keys, view.tail_values, view.packed_length + view.sink_length
+            states, self._provisional = self._allocate(keys, values), None
+            if calibration is not None and (view.packed_length or self.first_tokens.done):
+                _copy((states.key.calibration, states.value.calibration), calibration)
+            if view.key is not None and view.value is not None:
+                for held, given in ((states.key, view.key), (states.value, view.value)):
+                    _copy_packed(held, given, view.packed_length)
+            if view.sink_keys is not None and view.sink_values is not None:
+                if view.packed_length and states.sink_keys is not None and states.sink_values is not None:
+                    states.sink_keys.copy_(view.sink_keys)
+                    states.sink_values.copy_(view.sink_values)
+                else:  # fewer tokens than a block: sinks are the first of them again
+                    keys, values = (
+                        torch.cat(pair, dim=2) for pair in ((view.sink_keys, keys), (view.sink_values, values))
+                    )
+                    view, start = replace(view, sink_keys=None, sink_values=None), 0
+            if own > view.packed_length:  # a growing storage waited for more tokens or queries
+                self._calibrate(states, replace(view, tail_keys=keys, tail_values=values))
+            self._settle(states, keys, values, start)
+        self._seen_length, self._steps = length, 0
+        self._admitted = self._announced = length
+
     # -------------------------------------------------------------------------------- whole tokens and sequences
 
     def clear(self) -> None:
@@ -294,6 +331,15 @@ class PreallocatedStorage(LayerStorage):
     def to(self, device: torch.device | str) -> None:
         """Raises NotImplementedError: the addresses are fixed."""
         raise NotImplementedError("a preallocated cache cannot be moved; leave max_cache_len or offloading out")
+
+
+def _copy_packed(held: PackedStates, given: PackedStates, tokens: int) -> None:
+    """The blocks of so many tokens, in place."""
+    given = given.tokens(0, tokens)
+    own = held.tokens(0, tokens)
+    for place, x in ((own.packed, given.packed), (own.scale, given.scale), (own.zero, given.zero)):
+        if place is not None and x is not None:
+            place.copy_(x)
 
 
 def _copy(held: tuple[Calibration, Calibration], new: tuple[Calibration, Calibration]) -> None:

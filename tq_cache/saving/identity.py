@@ -1,0 +1,153 @@
+"""What a saved cache belongs to: a model's shape, its weights, and the numbers that codes stand for."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..checkpoint.declaration import find_folder
+from ..compat import decoder_config, layer_kinds
+from ..formats.packing import pack
+from ..formats.presets import Format, Preset
+from ..formats.rotation import rotation_matrix
+from ..planning.layers import INDEXED
+from .folder import CacheFileError
+
+# What of a config keys and values depend on; its layers' kinds come beside.
+FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window",
+    "attention_chunk_size", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rms_norm_eps",
+    "layer_norm_eps", "attention_bias", "tie_word_embeddings", "index_topk", "index_head_dim",
+)  # fmt: skip
+PLACES, BYTES = 64, 64  # of a file of weights
+ELEMENTS = 32  # of a parameter
+
+
+def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must be the same where a saved cache is loaded, as JSON."""
+    decoder = decoder_config(config)
+    found = {name: getattr(decoder, name, None) for name in FIELDS}
+    kinds = ["indexed" if kind in INDEXED else kind for kind in layer_kinds(decoder)]  # renamed since 5.17
+    found = {name: value for name, value in found.items() if value is not None} | {"layer_kinds": kinds}
+    return json.loads(json.dumps(found, default=str))
+
+
+def weights_of_files(config: PreTrainedConfig) -> str | None:
+    """Of the checkpoint that a config names, from 64 places of each file; None where there are no files.
+
+    Models of one shape, a base and what was trained from it, differ in nothing else, and their caches do not fit.
+    """
+    folder = find_folder(config)
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size} ".encode())
+        with file.open("rb") as opened:
+            for place in range(PLACES):
+                opened.seek(size * place // PLACES)
+                digest.update(opened.read(BYTES))
+    return digest.hexdigest()
+
+
+def weights_of_model(model: torch.nn.Module) -> str:
+    """Of parameters in memory, up to 32 elements of each, adapters among them, and which of these are active.
+
+    Parameters that tensor parallelism cut count by their names alone, so that any number of processes find the same.
+    """
+    digest = hashlib.sha256()
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} ".encode())
+        if type(parameter.data).__name__ == "DTensor" or parameter.is_meta or not parameter.numel():
+            continue
+        flat = parameter.detach().reshape(-1)
+        step = max(1, flat.numel() // ELEMENTS)
+        sample = flat[::step][:ELEMENTS]
+        samples.setdefault(flat.device, []).append(sample.to(torch.float32).nan_to_num())
+    for sample in (torch.cat(found).cpu() for found in samples.values()):  # one wait for each device
+        digest.update(sample.numpy().tobytes())
+    digest.update(repr(_active_adapters(model)).encode())
+    return digest.hexdigest()
+
+
+def _active_adapters(model: torch.nn.Module) -> list[str]:
+    """Names of the adapters (peft's) that change what the model computes."""
+    found = set()
+    for module in model.modules():
+        if hasattr(module, "lora_A") or hasattr(module, "base_layer"):
+            active = getattr(module, "active_adapters", None) or []
+            if not getattr(module, "disable_adapters", False) and not getattr(module, "merged", False):
+                found |= {active} if isinstance(active, str) else {str(name) for name in active}
+    return sorted(found)
+
+
+def code_fingerprint(fmt: Format, head_dim: int) -> str:
+    """Changes when the bytes of this format and width come to stand for other numbers."""
+    digest = hashlib.sha256(fmt.values(dtype=torch.float64).nan_to_num(nan=1e9).numpy().tobytes())
+    digest.update(f"{fmt.bits} {fmt.scale} {fmt.codebook and fmt.codebook.unit}".encode())
+    if not fmt.exact:  # every code once in every place, as it lies in the bytes
+        codes = (torch.arange(head_dim)[None] * 7 + torch.arange(16)[:, None] * 3) % 2**fmt.bits
+        digest.update(pack(codes.to(torch.uint8), fmt.bits).numpy().tobytes())
+    if fmt.rotated:
+        digest.update(rotation_matrix(head_dim, torch.device("cpu"), torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def preset_fields(preset: Preset) -> dict[str, Any]:
+    """What a layer is stored as, as JSON."""
+    return dict(
+        key=preset.key.name, value=preset.value.name, center=list(preset.center), smooth=preset.smooth,
+        roles=list(preset.roles),
+    )  # fmt: skip
+
+
+def check_model(
+    header: Mapping[str, Any], config: PreTrainedConfig, model: torch.nn.Module | None, any_weights: bool
+) -> None:
+    """Raise CacheFileError unless a cache was saved with this model."""
+    saved, here = header["model"], model_fields(config)
+    names = [name for name in sorted(set(saved) | set(here)) if saved.get(name) != here.get(name)]
+    if names:
+        said = "; ".join(f"{name} {saved.get(name)!r:.60}, here {here.get(name)!r:.60}" for name in names)
+        raise CacheFileError(f"expected the model that this cache was saved with, got another: {said}")
+    weights = header["weights"]
+    pairs: Iterable[tuple[str, str | None]] = (
+        ("parameters", None if model is None or weights["parameters"] is None else weights_of_model(model)),
+        ("files", None if weights["files"] is None else weights_of_files(config)),
+    )
+    for name, found in pairs:
+        if found is None:
+            continue
+        if found == weights[name] or any_weights:
+            return  # parameters say more than files, of which adapters are not
+        raise CacheFileError(
+            f"expected the weights that this cache was saved with ({Path(weights['name']).name!r}), got others "
+            f"(by their {name}); any_weights=True loads it all the same"
+        )
+
+
+def check_codes(header: Mapping[str, Any], presets: Mapping[int, Preset | None]) -> None:
+    """Raise CacheFileError unless layers are stored as they would be here, and codes stand for the same numbers."""
+    for index, preset in presets.items():
+        saved, here = header["layers"][index]["preset"], preset and preset_fields(preset)
+        if saved != here:
+            raise CacheFileError(
+                f"expected layer {index} stored as this version of tq_cache would, {here}, got {saved}; "
+                f"load it with the version that wrote it ({header['written_by']})"
+            )
+        for role, dim in header["layers"][index].get("widths", {}).items():
+            assert preset is not None
+            fmt = preset.key if role == "key" else preset.value
+            if header["codes"].get(f"{fmt.name} {dim}") != code_fingerprint(fmt, dim):
+                raise CacheFileError(
+                    f"expected codes of {fmt.name}, width {dim}, that stand for the numbers they do in this version of "
+                    f"tq_cache, got others; load it with the version that wrote it ({header['written_by']})"
+                )

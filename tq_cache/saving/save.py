@@ -1,0 +1,156 @@
+"""Writing a cache to a folder, by one process or by those that share its KV heads."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..hf.layers import PackedLayer
+from ..parallel import rank_and_world, share_of_heads
+from ..planning.geometry import model_geometry
+from .folder import Writer, new_save, write_header
+from .identity import code_fingerprint, model_fields, preset_fields, weights_of_files, weights_of_model
+from .layers import describe, has_heads
+
+FORMAT = "tq_cache"
+# Grows when what is in a folder comes to mean something else: names of tensors, the order of tokens, bits of a block.
+LAYOUT = 1
+
+
+def save(
+    cache: Any,
+    folder: Path,
+    model: torch.nn.Module | None,
+    input_ids: torch.Tensor | None,
+    max_shard_bytes: int,
+    progress: bool,
+    written_by: str,
+) -> None:
+    """See `TurboQuantCache.save_pretrained`."""
+    length = int(cache.get_seq_length())
+    if not length:
+        raise ValueError("expected a cache with tokens, got an empty one")
+    ids = None if input_ids is None else _checked_ids(input_ids, length)
+    heads = _heads(cache)
+    shared = {index: own for index, own in heads.items() if own[2] > own[1] - own[0]}
+    rank, gather = (rank_and_world()[0], _gather) if shared else (0, _alone)
+    name = gather(new_save())[0]
+    with Writer(folder, name, rank, max_shard_bytes) as writer:
+        layers = []
+        for index, layer in tracked(enumerate(cache.layers), len(cache.layers), "saving", progress and rank == 0):
+            said, tensors = describe(layer, index)
+            plan = cache.plans[index]
+            if "tokens" in said:
+                said["tokens"]["heads"] = heads[index][2]
+            layers.append(dict(kind=plan.kind, preset=plan.preset and preset_fields(plan.preset)) | said)
+            for part, tensor in tensors.items():
+                writer.add(f"layers.{index}.{part}", tensor)
+        for role, scales in cache.scales.items():
+            for index, scale in scales.given.items():
+                writer.add(f"scales.{role}.{index}", scale)
+        if ids is not None:
+            writer.add("input_ids", ids)
+        writer.flush()
+        own = {index: (start, stop) for index, (start, stop, _) in shared.items()}
+        tensors = _merged(gather((writer.entries, own)))
+        if rank == 0:
+            weights = dict(
+                name=str(getattr(cache.config, "_name_or_path", "") or ""), files=weights_of_files(cache.config),
+                parameters=None if model is None else weights_of_model(model),
+            )  # fmt: skip
+            header = dict(
+                format=FORMAT, layout=LAYOUT, written_by=written_by, length=length, options=cache.options,
+                model=model_fields(cache.config), weights=weights, codes=_codes(cache, layers), layers=layers,
+                tensors=tensors,
+            )  # fmt: skip
+            write_header(folder, header, name)
+        gather(None)  # until the header is there, and all see it
+
+
+def _checked_ids(input_ids: torch.Tensor, length: int) -> torch.Tensor:
+    ids = torch.as_tensor(input_ids)
+    if ids.dim() not in (1, 2) or ids.dtype.is_floating_point or ids.shape[-1] != length:
+        raise ValueError(
+            f"expected input_ids [B, {length}], the tokens that the cache holds (the last one that generate() returns "
+            f"is not among them), got {list(ids.shape)} in {ids.dtype}"
+        )
+    return ids.reshape(-1, length).to(torch.int64)
+
+
+def _heads(cache: Any) -> dict[int, tuple[int, int, int]]:
+    """Of layers with keys and values: this process's first KV head, the one behind its last, how many there are."""
+    try:
+        totals = [layer.num_kv_heads for layer in model_geometry(cache.config).layers]
+    except NotImplementedError:  # layers that nobody plans: nothing says that they are a share
+        totals = [0] * len(cache.layers)
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        keys = layer.storage.newest[0] if isinstance(layer, PackedLayer) and layer.storage.newest else None
+        keys = getattr(layer, "keys", None) if not isinstance(layer, PackedLayer) else keys
+        if keys is None or keys.dim() != 4:
+            continue
+        held, total = keys.shape[1], totals[index]
+        share = slice(0, held)
+        if held < total and rank_and_world()[1] > 1:
+            share = share_of_heads(total, held, "a cache to be saved")
+        else:
+            total = held
+        found[index] = (share.start, share.stop, total)
+    return found
+
+
+def _codes(cache: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Fingerprints of the codes that are used, by format and width."""
+    found = {}
+    for plan, said in zip(cache.plans, layers, strict=True):
+        if plan.preset is not None and "widths" in said:
+            for fmt, dim in zip((plan.preset.key, plan.preset.value), said["widths"].values(), strict=True):
+                found[f"{fmt.name} {dim}"] = code_fingerprint(fmt, dim)
+    return found
+
+
+def _merged(all_entries: list[tuple[dict[str, dict[str, Any]], dict[int, tuple[int, int]]]]) -> dict[str, Any]:
+    """What the header says of tensors, by what each process wrote, and the KV heads that it holds by layer."""
+    merged: dict[str, dict[str, Any]] = {}
+    for entries, shares in all_entries:
+        for name, entry in entries.items():
+            part = dict(file=entry["file"], heads=None, sha256=entry["sha256"])
+            shape, share = list(entry["shape"]), None
+            if name.startswith("layers."):
+                _, index, rest = name.split(".", 2)
+                share = shares.get(int(index)) if has_heads(rest) else None
+            held = merged.setdefault(name, dict(dtype=entry["dtype"], shape=shape, parts=[]))
+            if share is None:
+                if held["parts"] and held["parts"][0]["sha256"] != part["sha256"]:
+                    raise NotImplementedError(
+                        f"expected {name} the same in every process, got different ones; a state that tensor "
+                        "parallelism cuts cannot be saved"
+                    )
+                held["parts"] = held["parts"] or [part]
+            elif share[0] not in [x["heads"][0] for x in held["parts"]]:  # the first of those that have these heads
+                held["parts"].append(part | dict(heads=list(share)))
+    for entry in merged.values():
+        entry["parts"].sort(key=lambda x: x["heads"] or [0, 0])
+        if entry["parts"][0]["heads"] is not None:
+            entry["shape"][1] = entry["parts"][-1]["heads"][1]
+    return merged
+
+
+def _alone(item: Any) -> list[Any]:
+    return [item]
+
+
+def _gather(item: Any) -> list[Any]:
+    """That of every process, which all call this."""
+    items: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(items, item)
+    return items
+
+
+def tracked(items: Iterable[Any], total: int, title: str, shown: bool) -> Iterable[Any]:
+    if not shown:
+        return items
+    from tqdm.auto import tqdm  # which transformers needs
+
+    return tqdm(items, total=total, desc=title, unit="layer")
