@@ -28,8 +28,11 @@ def reference() -> str:
 
 
 def _class(name: str, cls: type) -> str:
-    lines = [f"## {name}\n", _documented(f"class {name}{_signature(cls)}", cls)]
+    signature = "" if issubclass(cls, Exception) else _signature(cls)
+    lines = [f"## {name}\n", _documented(f"class {name}{signature}", cls)]
     for member, found in vars(cls).items():
+        if isinstance(found, classmethod):
+            found = getattr(cls, member).__func__
         if member.startswith("_") or not isinstance(found, (FunctionType, property)):
             continue
         heading = member if isinstance(found, property) else f"{member}{_signature(found)}"

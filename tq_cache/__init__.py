@@ -17,8 +17,8 @@ from .hf.layers import ATTENTION_NAME
 from .hf.masks import turboquant_mask
 from .report import CacheReport
 from .saving.folder import CacheFileError
+from .version import __version__
 
-__version__ = "0.1.0"
 __all__ = ["FORMATS", "PRESETS", "CacheFileError", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
 
 AttentionInterface.register(ATTENTION_NAME, turboquant_attention)

@@ -4,7 +4,6 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +34,7 @@ from .saving.save import save
 from .storage.base import LayerStorage, round_up
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.preallocated import PreallocatedStorage
+from .version import __version__
 
 
 class TurboQuantCache(DynamicCache):
@@ -242,9 +242,7 @@ class TurboQuantCache(DynamicCache):
         Raises ValueError on an empty cache or other input_ids, NotImplementedError on layers with a state that is not
         known, OSError where the folder cannot be written.
         """
-        written_by = (
-            f"tq_cache {version('tq-cache')}, transformers {transformers.__version__}, torch {torch.__version__}"
-        )
+        written_by = f"tq_cache {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
         save(self, Path(folder), model, input_ids, max_shard_bytes, progress, written_by)
 
     @classmethod
@@ -292,7 +290,7 @@ class TurboQuantCache(DynamicCache):
     def _place(self, layer_idx: int, key_states: torch.Tensor) -> None:
         layer, heads = self.layers[layer_idx], key_states.shape[1]
         if isinstance(layer, PackedLayer):
-            layer.storage.place(key_states.device, heads)
+            layer.place(key_states)
         else:
             place_window(layer, key_states.device, heads)
         self._unplaced.discard(layer_idx)

@@ -74,6 +74,10 @@ class PackedLayer(DynamicLayer):
             return KVHandle(view, "key"), KVHandle(view, "value")
         return materialize(view, "key"), materialize(view, "value")
 
+    def place(self, key_states: torch.Tensor) -> None:
+        """Move tokens that were loaded to where the next ones are, of KV heads to this process's."""
+        self.storage.place(key_states.device, key_states.shape[1])
+
     def get_seq_length(self) -> int:
         return self.storage.length
 
@@ -148,6 +152,11 @@ class PreallocatedLayer(PackedLayer):
             assert self.storage.states is not None
             self.flat = graph_ops.flatten(self.storage.states)
         return pair
+
+    def place(self, key_states: torch.Tensor) -> None:
+        super().place(key_states)
+        if self.storage.states is not None:
+            self.flat = graph_ops.flatten(self.storage.states)
 
     def get_seq_length(self) -> Any:
         """Tokens held, an int64 tensor on the device from the first update on."""

@@ -14,6 +14,7 @@ from ..compat import decoder_config, layer_kinds
 from ..formats.packing import pack
 from ..formats.presets import Format, Preset
 from ..formats.rotation import rotation_matrix
+from ..planning.geometry import model_geometry
 from ..planning.layers import INDEXED
 from .folder import CacheFileError
 
@@ -31,9 +32,14 @@ ELEMENTS = 32  # of a parameter
 def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What must be the same where a saved cache is loaded, as JSON."""
     decoder = decoder_config(config)
-    found = {name: getattr(decoder, name, None) for name in FIELDS}
-    kinds = ["indexed" if kind in INDEXED else kind for kind in layer_kinds(decoder)]  # renamed since 5.17
-    found = {name: value for name, value in found.items() if value is not None} | {"layer_kinds": kinds}
+    said = decoder.to_dict()
+    found = {name: said[name] for name in FIELDS if said.get(name) is not None}
+    found["layer_kinds"] = ["indexed" if kind in INDEXED else kind for kind in layer_kinds(decoder)]  # since 5.17
+    try:  # where layers differ, no field says so
+        layers = model_geometry(config).layers
+        found["layers"] = [[x.num_kv_heads, x.key_dim, x.value_dim, x.window] for x in layers]
+    except NotImplementedError:  # layers of a model's own
+        pass
     return json.loads(json.dumps(found, default=str))
 
 

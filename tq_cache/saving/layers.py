@@ -22,14 +22,17 @@ from .tokens import Numbers, Tensors, describe_tokens, restore_tokens
 # Tensors without KV heads: of these every process of several has all.
 WITHOUT_HEADS = ("first.calibrated", "first.starts", "first.seen", "indexer.keys", "indexer.positions")
 
+STATELESS = ("moe", "mlp", "dummy")  # kinds whose layers have nothing to hold
+TRANSFORMERS = DynamicLayer.__module__  # what models derive from its layers keeps more
+
 
 def has_heads(name: str) -> bool:
     """Whether dimension 1 of a layer's tensor of this name is KV heads."""
     return name not in WITHOUT_HEADS and not name.startswith("states.")
 
 
-def describe(layer: Any, index: int) -> tuple[Numbers, Tensors]:
-    """What a layer holds; raises NotImplementedError on a kind of layer that this does not know."""
+def describe(layer: Any, kind: str, where: str) -> tuple[Numbers, Tensors]:
+    """What a layer of a cache with tokens holds; raises NotImplementedError where this does not know all of it."""
     said: Numbers = {}
     tensors: Tensors = {}
     if isinstance(layer, PackedLayer):
@@ -42,17 +45,17 @@ def describe(layer: Any, index: int) -> tuple[Numbers, Tensors]:
             keys, values, seen = window(layer)
             said["window"] = dict(seen=seen)
             tensors |= {"window.keys": keys, "window.values": values}
-    elif not isinstance(layer, LinearAttentionCacheLayerMixin) and getattr(layer, "keys", None) is not None:
-        raise NotImplementedError(
-            f"layer {index}, a {type(layer).__name__}, keeps tokens in a way that is not known here"
-        )
+    if not isinstance(layer, PackedLayer) and type(layer).__module__ != TRANSFORMERS:
+        raise NotImplementedError(f"{where}, a {type(layer).__name__}, keeps tokens in a way that is not known here")
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         said["states"] = dict(previous=[bool(layer.has_previous_state[i]) for i in range(layer.number_of_states)])
-        for kind, held in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+        for name, held in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
             for i, x in held.items():
                 if x is not None:
-                    kernel = layer.conv_kernel_size[i] if kind == "conv" else None
-                    tensors[f"states.{kind}.{i}"] = x if kernel is None else x[..., -kernel:]
+                    kernel = layer.conv_kernel_size[i] if name == "conv" else None
+                    tensors[f"states.{name}.{i}"] = x if kernel is None else x[..., -kernel:]
+        if not tensors and kind not in STATELESS:
+            raise NotImplementedError(f"{where} ({kind}) keeps its state in the model, not in the cache")
     if getattr(layer, "is_indexer_initialized", False):
         tensors["indexer.keys"] = layer.indexer_keys
         if getattr(layer, "indexer_position_ids", None) is not None:
@@ -70,10 +73,13 @@ def restore(
     names = reader.names(prefix)
     saved = reader.header["length"]
     parts = {name.partition(".")[0] for name in names}
-    if isinstance(layer, PackedLayer) and "tokens" in said:
+    expect(not {"tokens", "window"} <= set(said), "tokens or a window", sorted(said), where)
+    if "tokens" in said:
+        expect(isinstance(layer, PackedLayer), "no packed tokens", said["tokens"], where)
         restore_tokens(layer.storage, said, reader, prefix, length, device, where)
     elif "window" in said:
-        expect(isinstance(layer, (DynamicLayer, StaticLayer)), "no window of tokens", said["window"], where)
+        own = isinstance(layer, (DynamicLayer, StaticLayer)) and not isinstance(layer, PackedLayer)
+        expect(own, "no window of tokens", said["window"], where)
         restore_window(layer, said["window"], reader, prefix, length, device, where)
     if "states" in said:
         expect(isinstance(layer, LinearAttentionCacheLayerMixin), "no states", said["states"], where)

@@ -39,8 +39,8 @@ def save(
     with Writer(folder, name, rank, max_shard_bytes) as writer:
         layers = []
         for index, layer in tracked(enumerate(cache.layers), len(cache.layers), "saving", progress and rank == 0):
-            said, tensors = describe(layer, index)
             plan = cache.plans[index]
+            said, tensors = describe(layer, plan.kind, f"layer {index}")
             if "tokens" in said:
                 said["tokens"]["heads"] = heads[index][2]
             layers.append(dict(kind=plan.kind, preset=plan.preset and preset_fields(plan.preset)) | said)

@@ -235,7 +235,12 @@ class GrowingStorage(LayerStorage):
         self.tail_length -= from_tail
         self.packed_length -= from_packed
         if from_sinks and self.sink_keys is not None and self.sink_values is not None:
-            self.sink_keys, self.sink_values = self.sink_keys[:, :, :-from_sinks], self.sink_values[:, :, :-from_sinks]
+            # Into the tail, so that those that come complete them.
+            keys, values = self.sink_keys[:, :, :-from_sinks], self.sink_values[:, :, :-from_sinks]
+            self.sink_keys = self.sink_values = None
+            with torch.inference_mode(False), torch.no_grad():
+                self.tail_keys, self.tail_values = (self._buffer(x, x.shape[2]) for x in (keys, values))
+            self.tail_length = keys.shape[2]
 
     # --------------------------------------------------------------------------------------- whole sequences
 
