@@ -1,5 +1,6 @@
 """The command line: parse, call, print."""
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from ..backends.hardware import detect
 from ..formats.presets import FORMATS, PRESETS, resolve_preset
 from ..planning.geometry import load_config
 from ..planning.memory import PlanSettings, parse_memory, plan_memory
-from . import baselines, tables
+from . import baselines, saved, tables
 from . import evaluate as quality
 from . import runs as demo_runs
 from .texts import read_texts
@@ -32,6 +33,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+cache_app = typer.Typer(help="Saved caches: what one holds, and whether it is whole.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+Folder = Annotated[Path, typer.Argument(help="A folder that `save_pretrained` of a cache wrote.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="One line of JSON in place of a table.")]
 DEFAULT_SKIP = "sliding_window"
 MAIN_PRESETS = ",".join(name for name in PRESETS if not name.startswith("tq_"))  # without the mixed pairs
 Model = Annotated[Path, typer.Option(help="A model folder; the embedded model if left out.", show_default=False)]
@@ -82,6 +88,14 @@ def generate(
     skip_layers: Skip = DEFAULT_SKIP,
     skip_format: SkipFormat = None,
     layer_presets: LayerPresets = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder: tokens saved there with which the prompt begins are not computed again; else "
+            "what this run computes is saved there.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Continue a prompt, greedily, and say what the cache took."""
     with user_errors():
@@ -90,10 +104,21 @@ def generate(
         options: dict[str, Any] = {"residual_length": residual_length, "skip_layers": parse_skip_layers(skip_layers)}
         options |= {"skip_format": skip_format, "layer_presets": parse_layer_presets(layer_presets)}
         language_model, tokenizer = load_model(model)
-        cache = demo_runs.make_cache(language_model, preset, **options)
+        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(language_model.device)
+        held = None if prompt_cache is None else saved.load_beginning(prompt_cache, language_model, ids)
+        cache = demo_runs.make_cache(language_model, preset, **options) if held is None else held
+        if held is not None:
+            preset = str(held.options["preset"])
+            stdout().print(
+                f"{held.get_seq_length():,} of {ids.shape[1]:,} prompt tokens are from {prompt_cache}"
+            )
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         run = demo_runs.generate(language_model, tokenizer, text, cache, max_new_tokens, preset, streamer=streamer)
         stdout().print(tables.generated_line(run))
+        if prompt_cache is not None and held is None:
+            everything = torch.cat([ids, ids.new_tensor([run.tokens])], dim=1)
+            saved.save_run(prompt_cache, cache, language_model, everything)
+            stdout().print(f"saved {int(cache.get_seq_length()):,} tokens in {prompt_cache}")
 
 
 @app.command()
@@ -245,6 +270,33 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a text file in UTF-8, got {str(path)!r}: {error}") from None
+
+
+# ----------------------------------------------------------------------------------------------------- saved caches
+
+
+@cache_app.command("info")
+def cache_info(folder: Folder, json_: AsJSON = False) -> None:
+    """What a saved cache holds; its tensors are not read."""
+    with user_errors():
+        said = saved.summary(folder)
+        if json_:
+            print(json.dumps(said))
+        else:
+            stdout().print(saved.table(said, f"saved cache {folder}"))
+
+
+@cache_app.command("verify")
+def cache_verify(folder: Folder, json_: AsJSON = False) -> None:
+    """Read all of a saved cache and compare checksums; exit code 2 where it is damaged."""
+    with user_errors():
+        with progress("verifying", saved.count_tensors(folder)) as advance:
+            count = saved.verify(folder, advance)
+        said = saved.summary(folder)
+        if json_:
+            print(json.dumps(said | {"tensors": count, "whole": True}))
+        else:
+            stdout().print(f"{folder}: {count} tensors, {said['bytes']:,} bytes, all as they were saved")
 
 
 # --------------------------------------------------------------------------------------------------------- printing
