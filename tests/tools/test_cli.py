@@ -180,3 +180,24 @@ def test_module_runs_and_import_stays_light():
     for command in ("demo", "generate", "info", "plan", "eval"):
         assert f" {command} " in done.stdout
     assert "matplotlib" not in done.stderr
+
+
+def test_saved_caches(tmp_path):
+    prompt = (
+        "The secret code of Mira is 48213. It was cold. " * 8
+        + "\n\nQuestion: What is the secret code of Mira?\nAnswer:"
+    )
+    options = ["--prompt", prompt, "--max-new-tokens", 4, "--residual-length", 0, "--prompt-cache", tmp_path / "saved"]
+    first, second = run("generate", *options).output, run("generate", *options).output
+    assert first.splitlines()[0] == second.splitlines()[1] == " 48213."
+    assert "saved" in first and "prompt tokens are from" in second
+    said = json.loads(run("cache", "info", tmp_path / "saved", "--json").output)
+    assert said["preset"] == "tq4" and said["tokens"] > 100 and said["input_ids"] and not said["unneeded_files"]
+    assert json.loads(run("cache", "verify", tmp_path / "saved", "--json").output)["whole"]
+    assert f"{said['tokens']:,}" in run("cache", "info", tmp_path / "saved").output
+    file = next((tmp_path / "saved").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+    assert "checksum" in run("cache", "verify", tmp_path / "saved", code=2).output
+    assert "no cache.json" in run("cache", "info", tmp_path, code=2).output

@@ -9,7 +9,11 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.name.startswith("1_") else pytest.mark.slow) for path in NOTEBOOKS],
+    ids=lambda path: path.name,
+)
 def test_notebook_runs(path):
     NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3").execute()
 

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 HEADER = "cache.json"
 FILE_NAME = re.compile(r"cache-[0-9a-f]{16}-\d{1,5}-\d{1,6}\.safetensors")
 MOST_HEADER_BYTES = 256 << 20
-CHUNK = 16 << 20  # bytes that are hashed at once, each by a thread
+CHUNK = 4 << 20  # bytes that are hashed at once, each by a thread
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,16 +40,21 @@ class CacheFileError(ValueError):
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """SHA-256 of the SHA-256 sums of each 16 MiB of a tensor's bytes, in hexadecimal."""
+    """SHA-256 of the SHA-256 sums of each 4 MiB of a tensor's bytes, in hexadecimal."""
     bytes_of: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     flat = memoryview(bytes_of)
     pieces = [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
     if len(pieces) <= 1:
         sums = [hashlib.sha256(piece).digest() for piece in pieces]
     else:
-        with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, 16)) as pool:
-            sums = list(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
+        sums = list(_threads().map(lambda piece: hashlib.sha256(piece).digest(), pieces))
     return hashlib.sha256(b"".join(sums)).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """hashlib lets other threads run."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="tq_cache checksum")
 
 
 def header_checksum(header: Mapping[str, Any]) -> str:

@@ -109,9 +109,7 @@ def generate(
         cache = demo_runs.make_cache(language_model, preset, **options) if held is None else held
         if held is not None:
             preset = str(held.options["preset"])
-            stdout().print(
-                f"{held.get_seq_length():,} of {ids.shape[1]:,} prompt tokens are from {prompt_cache}"
-            )
+            stdout().print(f"{held.get_seq_length():,} of {ids.shape[1]:,} prompt tokens are from {prompt_cache}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         run = demo_runs.generate(language_model, tokenizer, text, cache, max_new_tokens, preset, streamer=streamer)
         stdout().print(tables.generated_line(run))
