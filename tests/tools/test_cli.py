@@ -183,11 +183,9 @@ def test_module_runs_and_import_stays_light():
 
 
 def test_saved_caches(tmp_path):
-    prompt = (
-        "The secret code of Mira is 48213. It was cold. " * 8
-        + "\n\nQuestion: What is the secret code of Mira?\nAnswer:"
-    )
-    options = ["--prompt", prompt, "--max-new-tokens", 4, "--residual-length", 0, "--prompt-cache", tmp_path / "saved"]
+    story = "The secret code of Mira is 48213. It was cold. " * 8
+    prompt = f"{story}\n\nQuestion: What is the secret code of Mira?\nAnswer:"
+    options = ["--prompt", prompt, "--max-new-tokens", 6, "--residual-length", 0, "--prompt-cache", tmp_path / "saved"]
     first, second = run("generate", *options).output, run("generate", *options).output
     assert first.splitlines()[0] == second.splitlines()[1] == " 48213."
     assert "saved" in first and "prompt tokens are from" in second

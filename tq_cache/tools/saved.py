@@ -17,7 +17,7 @@ def summary(folder: Path) -> dict[str, Any]:
     """What a folder holds, as JSON; tensors are not read.  Raises CacheFileError unless it is a cache's."""
     header = check_header(read_header(folder), str(folder))
     files = files_named(header)
-    first = next((layer["tokens"] for layer in header["layers"] if "tokens" in layer), {})
+    first: dict[str, Any] = next((layer["tokens"] for layer in header["layers"] if "tokens" in layer), {})
     return dict(
         tokens=header["length"], sequences=first.get("batch"), kv_heads=first.get("heads"),
         preset=header["options"].get("preset"), model=header["model"].get("model_type"),
