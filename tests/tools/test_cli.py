@@ -187,7 +187,7 @@ def test_saved_caches(tmp_path):
     prompt = f"{story}\n\nQuestion: What is the secret code of Mira?\nAnswer:"
     options = ["--prompt", prompt, "--max-new-tokens", 6, "--residual-length", 0, "--prompt-cache", tmp_path / "saved"]
     first, second = run("generate", *options).output, run("generate", *options).output
-    assert first.splitlines()[0] == second.splitlines()[1] == " 48213."
+    assert first.splitlines()[0].strip() == second.splitlines()[1].strip() == "48213"
     assert "saved" in first and "prompt tokens are from" in second
     said = json.loads(run("cache", "info", tmp_path / "saved", "--json").output)
     assert said["preset"] == "tq4" and said["tokens"] > 100 and said["input_ids"] and not said["unneeded_files"]
