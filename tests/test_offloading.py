@@ -111,7 +111,7 @@ def test_layers_that_are_not_packed_stay(models):
 def test_growth_two_turns_crop_and_reset(models):
     """Long enough to grow and to pack often; then a second turn, a crop, a third; then all anew."""
     model = models("llama")
-    budget = HostCache(model.config, offloading="150kB", **OPTIONS)
+    budget = HostCache(model.config, offloading="120kB", **OPTIONS)
     caches = [TurboQuantCache(model.config, **OPTIONS), HostCache(model.config, offloading="packed", **OPTIONS), budget]
     pieces = [prompt(model, n, seed=n)["input_ids"] for n in (150, 1, 90, 1, 70)]
     for _ in range(2):

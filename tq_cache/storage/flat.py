@@ -41,10 +41,11 @@ class HostStates:
         self.device = device
         with torch.inference_mode(False), torch.no_grad():
             pinned = device.type == "cuda"
-            self.buffer = torch.zeros(flat_bytes(shapes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self.buffer = torch.empty(flat_bytes(shapes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self.pair = self._laid_out(shapes, self.buffer)
             for own, held in zip(parts(self.pair), parts(pair), strict=True):
                 own[:, :, : held.shape[2]].copy_(held)
+                own[:, :, held.shape[2] :].zero_()  # as all room for coming tokens
 
     def in_buffer(self, buffer: torch.Tensor) -> Pair:
         """The states that a copy of this one's buffer holds."""

@@ -105,8 +105,11 @@ class Slots:
         return slot
 
     def _allocate(self, slot: _Slot) -> None:
-        slot.pairs.clear()
-        slot.buffer = slot.host = None  # first, so that the memory can be taken again
+        if slot.buffer is not None:  # given back before more is taken
+            slot.pairs.clear()
+            slot.buffer = slot.host = None
+            if self.stream is not None:
+                self.stream.synchronize()  # the allocator keeps what `record_stream` was told of till then
         slot.buffer = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         if self.stream is not None:
             slot.buffer.record_stream(self.stream)  # a copy may be under way when the cache is dropped
