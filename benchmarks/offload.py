@@ -121,10 +121,10 @@ def measure(
     once = peak_reset(device)
     cache = make_cache(way, preset, model.config, kind)
     filling = milliseconds(lambda: fill(model, cache, batch, tokens), device)
-    steps = steps if cache.__class__ is not DynamicCache and WAYS[way] is not True else FEW
-    first = steps_ms(model, cache, batch, tokens, 2)  # slots are made
+    slow = WAYS[way] is True
+    first = steps_ms(model, cache, batch, tokens, 1 if slow else 2)  # slots are made
     peak_reset(device)
-    times = steps_ms(model, cache, batch, tokens + len(first), steps)
+    times = steps_ms(model, cache, batch, tokens + len(first), FEW if slow else steps)
     row = dict(cache=way, preset=None if way == "DynamicCache" else preset, batch=batch, tokens=tokens)
     row |= dict(ms_per_step=round(statistics.median(times), 3), slowest_ms=round(max(times), 3))
     row |= dict(fill_ms=round(filling, 1), peak_bytes=peak(device) - once)
@@ -140,8 +140,9 @@ def compare(row: dict[str, Any], rows: list[dict[str, Any]], pinned: float) -> N
     line += f"  peak {row['peak_bytes'] / 1e9:6.3f} GB"
     if row.get("slot_bytes"):
         brought = row["host_bytes"]
-        row |= dict(gb_s=round(brought / row["ms_per_step"] / 1e6, 2), pinned_gb_s=round(pinned, 2))
-        row |= dict(share=round(row["gb_s"] / pinned, 3), peak_within=row["peak_bytes"] <= row["allowed"])
+        speed = brought / row["ms_per_step"] / 1e6
+        row |= dict(gb_s=round(speed, 3), pinned_gb_s=round(pinned, 3), share=round(speed / pinned, 5))
+        row |= dict(peak_within=row["peak_bytes"] <= row["allowed"])
         line += f" of {row['allowed'] / 1e9:.3f}  {row['gb_s']:.1f} of {pinned:.1f} GB/s ({row['share']:.0%})"
     for other in rows:
         if row["cache"] == "DynamicCache" and other["cache"] != "DynamicCache":
