@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from architectures import build, prompt
+from architectures import ARCHITECTURES, build, prompt
+from latent_models import LATENT_MODELS, latent_model
 from offloads import HostCache, device_bytes, offloaded
 from transformers import GenerationConfig
 
@@ -25,6 +26,9 @@ WAYS = [(family, mode) for family in ("llama", "deepseek_v3") for mode in MODES]
 WAYS += [(family, "left_padding") for family in ("gemma3_text", "qwen3_next", "gpt_oss", "falcon_h1")]
 QUICK = [("llama", "beam"), ("deepseek_v3", "left_padding"), ("gemma3_text", "left_padding")]
 WAYS = [way if way in QUICK else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS]
+
+# Layers that read another's keys, sparse attention, latents beside states, shared latents, layers of several widths.
+SPECIAL = ["gemma3n_text", "gemma4_text", "deepseek_v32", "mistral_large4", "glm5_next", "kimi_linear", "zamba2"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,22 @@ def test_ways_to_generate(models, family, mode):
     assert_same(cache, model, mode=mode)
     gone = [storage.host is not None for storage in offloaded(cache)]
     assert all(gone) and len(gone) == sum(plan.packed for plan in cache.plans) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [x for x in SPECIAL if x in ARCHITECTURES or x in LATENT_MODELS])
+def test_architectures(family):
+    model = latent_model(family) if family in LATENT_MODELS else build(family, "turboquant")
+    caches = [
+        TurboQuantCache(model.config, **OPTIONS),
+        *(HostCache(model.config, offloading=x, **OPTIONS) for x in ("packed", "100kB")),
+    ]
+    for count in (140, 1, 70, 1, 1):
+        piece = prompt(model, count, seed=count)["input_ids"]
+        with torch.inference_mode():
+            expected, *others = (model(input_ids=piece, past_key_values=cache).logits for cache in caches)
+        assert all(torch.equal(expected, other) for other in others)
+    assert any(storage.host is not None for storage in offloaded(caches[1]))
 
 
 @pytest.mark.slow
