@@ -175,7 +175,7 @@ def test_rows(models):
 # ---------------------------------------------------------------------------------------------- bytes and reports
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_what_the_device_holds(models, family):
     """At every step: what is exact, and two slots of one layer; the rest is on the host, all of it."""
     model = models(family)

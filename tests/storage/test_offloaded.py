@@ -73,9 +73,10 @@ def test_random_operations(seed, latents):
     kept = [copy.deepcopy(x) for x in kept]
     gone, batch, held = like_growing(kept, budget), 2, []
     make = partial(latent_tokens, dtype=torch.bfloat16) if latents else tokens
-    for _ in range(40):
-        operation = ("chunk", "chunk", "tokens", "crop", "select", "repeat", "clear", "copy")[draw(0, 7)]
+    for turn in range(30):
+        operation = ("chunk", "chunk", "tokens", "crop", "select", "repeat", "clear", "copy")[draw(0, 7) if turn else 0]
         count, cut, rows = draw(1, 150), draw(0, 100), torch.randint(0, batch, (draw(1, 3),), generator=generator)
+        count = count if kept[0].length else 300
         if operation == "clear" and draw(0, 3):
             continue
         if operation == "copy":
@@ -102,7 +103,7 @@ def test_random_operations(seed, latents):
             if one.length:
                 assert_same_views(other.view(), one.view())
         held.append(gone[0].turns.device_bytes(torch.device("cpu")))
-    assert max(held) > 0
+    assert sum(size > 0 for size in held) > 15
 
 
 @pytest.mark.parametrize("budget", (0, 40_000))
@@ -253,9 +254,9 @@ def test_layers_stay_while_they_fit(generator):
     budget, cpu = 100_000, torch.device("cpu")
     kept, gone = layers_of(8, residual=0, sinks=0, budget=budget)
     turns, left = gone[0].turns, []
-    for _ in range(30):
+    for _ in range(15):
         for one, other in zip(kept, gone, strict=True):
-            new = tokens(generator, 32, batch=1, value_dim=32)
+            new = tokens(generator, 64, batch=1, value_dim=32)
             assert_same_views(other.append(*new), one.append(*new))
             now = [place for place, storage in enumerate(gone) if storage.host is not None]
             assert set(left) <= set(now)  # none comes back
