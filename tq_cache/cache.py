@@ -33,6 +33,7 @@ from .saving.own_layers import place_window
 from .saving.save import save
 from .storage.base import LayerStorage, round_up
 from .storage.growing import UNLIMITED, GrowingStorage
+from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
 from .version import __version__
 
@@ -74,10 +75,18 @@ class TurboQuantCache(DynamicCache):
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
                      CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
-    offloading:      keep layers in CPU memory between their turns (needs a CUDA device)
+    offloading:      keep tokens in host memory between their layer's turns (needs a CUDA device).  "packed": all that
+                     are packed; one layer's are copied to the device while another computes.  A budget of bytes, a
+                     number or "8GB", "512MiB": those of layers that do not fit.  It counts, on each GPU, codes, scales
+                     and zeros of layers that stay, and two slots, each of the size of one layer, once one has gone; two
+                     slots are the least there is.  Sink tokens, newest tokens and layers that are not packed always
+                     stay, and are not counted.  True: transformers' own way, whole layers there and back at each step
 
-    Raises ValueError or TypeError on arguments that make no sense, NotImplementedError on what is not available.
+    Raises ValueError or TypeError on arguments that make no sense, NotImplementedError on what is not available,
+    RuntimeError for offloading without a CUDA device.
     """
+
+    _computes_on = ("cuda",)  # types of devices whose layers can be offloaded
 
     def __init__(
         self,
@@ -100,7 +109,7 @@ class TurboQuantCache(DynamicCache):
         v_scale: GivenScale | None = None,
         max_cache_len: int | None = None,
         backend: str = "auto",
-        offloading: bool = False,
+        offloading: bool | str | int = False,
     ) -> None:
         if residual_length < 0 or sink_tokens < 0:
             raise ValueError(
@@ -108,6 +117,7 @@ class TurboQuantCache(DynamicCache):
             )
         if max_cache_len is not None and offloading:
             raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
+        self._turns = self._make_turns(offloading)
         check_backend(backend)
         self.config = decoder_config(config)
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
@@ -135,7 +145,17 @@ class TurboQuantCache(DynamicCache):
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer
-        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        Cache.__init__(self, layers=layers, offloading=offloading is True, offload_only_non_sliding=False)
+
+    def _make_turns(self, offloading: bool | str | int) -> Turns | None:
+        """What layers that are offloaded share; None unless tokens are.  Raises RuntimeError where nothing can be."""
+        turns = None if isinstance(offloading, bool) else Turns(parse_budget(offloading))
+        if (offloading or turns) and "cpu" not in self._computes_on and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"offloading={offloading!r} keeps tokens in host memory instead of a GPU's, and torch finds no CUDA "
+                "device here; leave offloading out"
+            )
+        return turns
 
     def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
@@ -149,6 +169,8 @@ class TurboQuantCache(DynamicCache):
             backend = backend_for(preset, backend)
         if length is not None:
             return PreallocatedStorage(preset, newest, sinks, length, backend, given)
+        if self._turns is not None and plan.preset is not None:
+            return OffloadedStorage(self._turns, preset, newest, sinks, backend, given)
         return GrowingStorage(preset, newest, sinks, backend, given)
 
     def _check_value_format(self, value: str | None) -> None:
@@ -176,6 +198,11 @@ class TurboQuantCache(DynamicCache):
             raise NotImplementedError(
                 "torch.export cannot take the memory of a TurboQuantCache into a program; use torch.compile, with "
                 "max_cache_len, or export the model with a cache of transformers"
+            )
+        if (self.offloading or self._turns) and key_states.device.type not in self._computes_on:
+            raise ValueError(
+                f"expected keys on a CUDA device, since this cache is made with offloading, got them on "
+                f"{key_states.device}; leave offloading out"
             )
         if layer_idx in self._unplaced:
             outside_graph(self._place, layer_idx, key_states)
@@ -257,7 +284,7 @@ class TurboQuantCache(DynamicCache):
         device: Place = None,
         any_weights: bool = False,
         backend: str = "auto",
-        offloading: bool = False,
+        offloading: bool | str | int = False,
         progress: bool = False,
     ) -> "TurboQuantCache":
         """The cache in a folder, with the preset and the options it was saved with.
@@ -297,12 +324,21 @@ class TurboQuantCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, room for coming tokens included."""
-        return sum(held_bytes(layer) for layer in self.layers)
+        """Bytes of all tensors held, room for coming tokens included, but those of `host_nbytes`.
+
+        Slots of offloaded layers are among them.
+        """
+        return sum(held_bytes(layer) for layer in self.layers) + (self._turns.nbytes if self._turns else 0)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of packed tokens in host memory, by offloading="packed" or a budget; 0 by offloading=True."""
+        return sum(layer.storage.host_nbytes for layer in self.layers if isinstance(layer, PackedLayer))
 
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
-        return make_report(self.preset, self.plans, self.layers, self.scales)
+        slots = self._turns.nbytes if self._turns else 0
+        return make_report(self.preset, self.plans, self.layers, self.scales, slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later

@@ -17,7 +17,7 @@ from .planning.layers import LayerPlan
 class LayerReport:
     """One layer: what it is `stored` as (and why, where that is not the cache's preset), `tokens` it holds, `nbytes` of
     all its tensors, `bytes_16bit` the same keys and values would take.  `path` says how attention last read it, and
-    why, where latents are cached."""
+    why, where latents are cached.  `host_nbytes` more are in host memory (`offloading`)."""
 
     index: int
     kind: str
@@ -26,24 +26,35 @@ class LayerReport:
     nbytes: int
     bytes_16bit: int
     path: str = ""
+    host_nbytes: int = 0
 
     @property
     def bits_per_element(self) -> float:
         """Bits held per key or value element, room for coming tokens included; 0 for a layer without any."""
-        return 16 * self.nbytes / self.bytes_16bit if self.bytes_16bit else 0.0
+        return 16 * (self.nbytes + self.host_nbytes) / self.bytes_16bit if self.bytes_16bit else 0.0
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds, and where the scales of float8 keys and values come from; `str` gives a table."""
+    """What a cache holds, and where the scales of float8 keys and values come from; `str` gives a table.
+
+    slot_nbytes: bytes of the device memory to which offloaded layers are copied
+    """
 
     preset: str
     layers: list[LayerReport]
     scales: tuple[RoleScales, ...] = ()
+    slot_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all layers and of slots, but those in host memory."""
+        return sum(layer.nbytes for layer in self.layers) + self.slot_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(layer.host_nbytes for layer in self.layers)
 
     @property
     def bytes_16bit(self) -> int:
@@ -52,8 +63,9 @@ class CacheReport:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than at 16 bits; 0 for an empty cache."""
-        return self.bytes_16bit / self.nbytes if self.nbytes else 0.0
+        """How many times smaller than at 16 bits, wherever it is, without slots; 0 for an empty cache."""
+        held = self.nbytes + self.host_nbytes - self.slot_nbytes
+        return self.bytes_16bit / held if held else 0.0
 
     def __str__(self) -> str:
         from rich.console import Console  # here, so that importing tq_cache stays light
@@ -61,15 +73,23 @@ class CacheReport:
 
         table = Table(title=f"TurboQuantCache, preset {self.preset}")
         paths = ["attention"] if any(layer.path for layer in self.layers) else []
-        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element", *paths):
+        hosts = ["on the host"] if self.host_nbytes else []
+        for heading in (
+            *("layer", "kind", "stored as", "tokens", "bytes", *hosts),
+            *("16-bit bytes", "bits/element", *paths),
+        ):
             table.add_column(heading, justify="left" if heading in ("kind", "stored as", "attention") else "right")
         for layer in self.layers:
             table.add_row(
                 *[str(layer.index), layer.kind, layer.stored, f"{layer.tokens:,}", f"{layer.nbytes:,}"],
+                *([f"{layer.host_nbytes:,}"] if hosts else []),
                 *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *([layer.path] if paths else [])],
             )
         table.add_section()
-        table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}")
+        if hosts:
+            table.add_row("slots", "", "", "", f"{self.slot_nbytes:,}")
+        sizes = [self.nbytes, *([self.host_nbytes] if hosts else []), self.bytes_16bit]
+        table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", *[f"{size:,}" for size in sizes])
         console = Console(file=StringIO(), width=120)
         console.print(table)
         for scales in self.scales:
@@ -79,11 +99,15 @@ class CacheReport:
 
 
 def make_report(
-    preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any], scales: Mapping[Role, RoleScales]
+    preset: Preset,
+    plans: Sequence[LayerPlan],
+    layers: Sequence[Any],
+    scales: Mapping[Role, RoleScales],
+    slot_nbytes: int = 0,
 ) -> CacheReport:
-    """The report of a cache's layers, their plans, and their float8 scales by role."""
+    """The report of a cache's layers, their plans, their float8 scales by role, and bytes of slots."""
     reports = [_layer_report(plan, layer) for plan, layer in zip(plans, layers, strict=True)]
-    return CacheReport(preset.name, reports, tuple(scales.values()))
+    return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes)
 
 
 def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
@@ -99,12 +123,15 @@ def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
     stored = f"{stored} ({plan.reason})" if plan.reason else stored
-    path = getattr(layer, "path", "")
-    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path)
+    path, host = getattr(layer, "path", ""), layer.storage.host_nbytes if isinstance(layer, PackedLayer) else 0
+    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path, host)
 
 
 def held_bytes(layer: Any) -> int:
-    """Bytes of every tensor that a cache layer, packed or transformers' own, holds; each storage once."""
+    """Bytes of every tensor that a cache layer, packed or transformers' own, holds; each storage once.
+
+    Without `LayerStorage.host_nbytes`.
+    """
     if isinstance(layer, PackedLayer):
         own = [value for name, value in vars(layer).items() if name != "storage"]
         return layer.storage.nbytes + _tensor_bytes(own)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build, prompt
 from latent_models import INDEXED, LATENT_MODELS, latent_model
+from offloads import HostCache, offloaded
 from saved import OPTIONS, assert_same, continued, filled, reloaded
 
 from tq_cache import PRESETS, TurboQuantCache
@@ -14,7 +15,14 @@ from tq_cache.saving.folder import files_named, total_bytes
 ROOM = 256
 # Full and sliding layers, beside linear states, latents, latents with an indexer.
 MODELS = ("gemma3_text", "bamba", "deepseek_v3", "deepseek_v32")
-REFUSED = {"deepseek_v4": "keeps tokens in a way", "recurrent_gemma": "in the model"}
+REFUSED = {
+    "deepseek_v4": "keeps tokens in a way", "minimax_m3_vl_text": "keeps tokens in a way",
+    "recurrent_gemma": "in the model",
+}  # fmt: skip
+    "minimax_m3_vl_text": "keeps tokens in a way",
+    "deepseek_v4": "keeps tokens in a way",
+    "recurrent_gemma": "in the model",
+}
 OTHER_ATTENTION = ("falcon", "git", "gpt_neo", "gptj", "minimax_m3_vl_text")  # see `test_architectures`
 NOT_IN_STEPS = ("cpmant", "prophetnet")  # models that take no more tokens than one, or no prompt beyond 32
 
@@ -94,6 +102,20 @@ def test_options_come_back(llama, tmp_path, options):
     again.reset()
     cache.reset()
     assert_same(continued(llama, again, (90, 70)), continued(llama, cache, (90, 70)))
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_offloaded_caches(tmp_path, name):
+    """What is in host memory is saved as what is not, and goes there again where it is loaded so."""
+    model = latent_model(name) if name in LATENT_MODELS else build(name, "turboquant")
+    cache = filled(model)
+    cache.save_pretrained(tmp_path / "resident")
+    again = HostCache.from_pretrained(tmp_path / "resident", model.config, offloading="packed")
+    again.save_pretrained(tmp_path / "offloaded")
+    expected = continued(model, copy.deepcopy(cache))
+    assert_same(continued(model, again), expected)
+    assert all(storage.host_nbytes for storage in offloaded(again))
+    assert_same(continued(model, TurboQuantCache.from_pretrained(tmp_path / "offloaded", model.config)), expected)
 
 
 def test_only_a_common_beginning(llama, tmp_path):

@@ -96,6 +96,8 @@ class KVView:
     observe:                to be shown the queries [B, H_q, S, D] of the newest tokens and their mask before attention,
                             for which calibration waits, or (None, None) where they are not to be had; None: no need.
                             A third argument, [B, H_q, S', D] to [B, H_q, S', rank], makes queries of latents of some
+    bring:                  where key and value are in host memory: gives them on the device, to be read at once, see
+                            `on_device`; None: they are there
     """
 
     tail_keys: torch.Tensor
@@ -107,6 +109,14 @@ class KVView:
     sink_values: torch.Tensor | None = None
     backend: str = "auto"
     observe: Callable[..., None] | None = None
+    bring: Callable[[], tuple[PackedStates, PackedStates]] | None = None
+
+    def on_device(self) -> "KVView":
+        """The same, for what is launched before another view is asked for this: its packed tokens may then be gone."""
+        if self.bring is None:
+            return self
+        key, value = self.bring()
+        return replace(self, key=key, value=value, bring=None)
 
     @property
     def sink_length(self) -> int:

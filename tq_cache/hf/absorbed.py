@@ -58,6 +58,7 @@ def attend_absorbed(
     if few:
         update.layer.path = "absorbed"
         content, rotary = projection.absorb(query)
+        view = view.on_device()
         backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
         return projection.values_of(backend.attend_latents(content, rotary, view, mask, indices=indices, **options)[0])
     update.layer.path = "expanded: many queries"
@@ -65,7 +66,7 @@ def attend_absorbed(
         return None
     if indices is not None:
         mask = with_indices(mask, indices, view.length)
-    return attend_expanded(query, view, projection, mask, **options)[0]
+    return attend_expanded(query, view.on_device(), projection, mask, **options)[0]
 
 
 def _attend_preallocated(

@@ -97,7 +97,7 @@ def _attend_view(
         backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
         if needs_gradient or not backend.takes_exact(query, view):
             return None
-    return _attend(query, view, options)
+    return _attend(query, view.on_device(), options)
 
 
 def _attend(query: torch.Tensor, view: KVView, options: dict[str, Any]) -> torch.Tensor:

@@ -64,6 +64,7 @@ def plain(x: Any) -> Any:
 
 def materialize(view: KVView, role: Role) -> torch.Tensor:
     """All keys, or values, of a view in the model's dtype: [B, H_kv, view.length, D]."""
+    view = view.on_device()
     tail, sinks, packed = (
         (view.tail_keys, view.sink_keys, view.key)
         if role == "key"

@@ -91,6 +91,11 @@ class LayerStorage(ABC):
         """Bytes of every tensor held, room for coming tokens included."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of packed tokens in host memory, which `nbytes` does not count."""
+        return 0
+
     # ------------------------------------------------------------------------------------------------- writing
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
