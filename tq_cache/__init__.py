@@ -1,6 +1,11 @@
 """A quantised KV cache for Hugging Face transformers.
 
     import tq_cache
+    tq_cache.enable(model)
+    out = model.generate(**inputs)
+
+or, with a cache in hand:
+
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="turboquant")
     out = model.generate(**inputs, past_key_values=tq_cache.TurboQuantCache(model.config))
 
@@ -11,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .cache import TurboQuantCache
 from .formats.presets import FORMATS, PRESETS
+from .generation import Enabled, disable, enable
 from .hf.attention import turboquant_attention
 from .hf.dense import densify_kv_b_proj
 from .hf.layers import ATTENTION_NAME
@@ -18,7 +24,17 @@ from .hf.masks import turboquant_mask
 from .report import CacheReport
 
 __version__ = "0.1.0"
-__all__ = ["FORMATS", "PRESETS", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
+__all__ = [
+    "FORMATS",
+    "PRESETS",
+    "CacheReport",
+    "Enabled",
+    "TurboQuantCache",
+    "__version__",
+    "densify_kv_b_proj",
+    "disable",
+    "enable",
+]
 
 AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,11 @@ from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
-from .planning.geometry import latent_layers
+from .planning.geometry import latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
+from .storage.checks import unpackable_width
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.preallocated import PreallocatedStorage
 
@@ -26,8 +28,9 @@ class TurboQuantCache(DynamicCache):
     """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
 
     With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
-    tensors.  Layers that are not packed are transformers' own.  A vector with NaN or inf reads back as NaN
-    (float8: those elements do) and changes no other.
+    tensors.  Layers that are not packed are transformers' own.  Those whose head_dim no format takes (below 32, above
+    576, or no multiple of 16) stay in the model's dtype, which one warning and `report()` say.  A vector with NaN or
+    inf reads back as NaN (float8: those elements do) and changes no other.
 
     Formats are calibrated on a sequence's first tokens and queries.  Nothing is packed before there are 128 tokens; a
     cache that is filled by hand, for a model with "turboquant", holds all of it exact until the first step shows
@@ -98,29 +101,32 @@ class TurboQuantCache(DynamicCache):
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
         self.plans: list[LayerPlan] = plan_layers(
             *(layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets),
-            *(latent_layers(self.config), rotary),
+            *(latent_layers(self.config), rotary, unpackable_layers(self.config)),
         )
         self._check_value_format(value)
-        self._warn_if_nothing_is_packed()
+        self._warns = True  # of layers that are not packed: once
+        self._warn_of_unpacked_layers()
         self._max_cache_len = max_cache_len
+        self._newest, self._sinks, self._backend = residual_length, sink_tokens, backend
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
         for plan in self.plans:
             if plan.kind in PACKABLE:
-                storage = self._make_storage(plan, residual_length, sink_tokens, backend)
+                storage = self._make_storage(plan)
                 layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
-    def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
+    def _make_storage(self, plan: LayerPlan) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         length = self._max_cache_len
-        preset, newest, sinks = plan.preset, residual_length, sink_tokens
+        preset, newest, sinks, backend = plan.preset, self._newest, self._sinks, self._backend
         if preset is None:
+            backend = backend if plan.packable else "reference"  # the kernels take no other widths either
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
             newest, sinks = UNLIMITED if length is None else round_up(length), 0
         else:
@@ -138,14 +144,35 @@ class TurboQuantCache(DynamicCache):
                 f"keys, got {value!r}; give it as key=, or that of rotary keys as rotary="
             )
 
-    def _warn_if_nothing_is_packed(self) -> None:
-        if not any(plan.packed for plan in self.plans):
-            reasons = ", ".join(sorted({plan.reason for plan in self.plans}))
-            warnings.warn(
+    def _warn_of_unpacked_layers(self) -> None:
+        """Say, once, that nothing is packed, or that layers are not because of their width."""
+        narrow = [plan for plan in self.plans if not plan.packable]
+        none = not any(plan.packed for plan in self.plans)
+        if not self._warns or not (none or narrow):
+            return
+        self._warns = False
+        reasons = ", ".join(sorted({plan.reason for plan in (self.plans if none else narrow)}))
+        message = f"not every layer can be packed: some stay in the model's dtype ({reasons}); see cache.report()"
+        if none:
+            message = (
                 f"no layer of this model will be packed ({reasons}), so the cache saves no memory; "
-                "see skip_layers and boundary_layers, and cache.report()",
-                stacklevel=3,
+                "see skip_layers and boundary_layers, and cache.report()"
             )
+        warnings.warn(message, stacklevel=3)
+
+    def _meet_widths(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The first keys and values of a layer: where no format takes their width, it stays in the model's dtype."""
+        plan = self.plans[layer_idx]
+        if not plan.packed or len(key_states.shape) != 4 or len(value_states.shape) != 4:  # which the storage refuses
+            return
+        if problem := unpackable_width(key_states.shape[3], value_states.shape[3], plan.latent):
+            if plan.reason == "layer_presets":
+                raise ValueError(
+                    f"expected a layer that can be packed, got layer {layer_idx} in layer_presets: {problem}"
+                )
+            plan = self.plans[layer_idx] = replace(plan, preset=None, reason=problem, packable=False)
+            self.layers[layer_idx].storage = self._make_storage(plan)
+            self._warn_of_unpacked_layers()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -161,6 +188,8 @@ class TurboQuantCache(DynamicCache):
                 f"expected keys of batch {held}, as this cache holds, got batch {key_states.shape[0]}; "
                 "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
             )
+        if held is None:
+            self._meet_widths(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ class LayerPlan:
     preset: they are packed with it; None: they stay in the model's dtype
     reason: why it is not the cache's preset; empty where it is
     latent: they are latents and rotary keys, as the preset then is for (`Preset.for_latents`)
+    packable: whether any preset takes their width
     """
 
     index: int
@@ -31,6 +32,7 @@ class LayerPlan:
     preset: Preset | None = None
     reason: str = ""
     latent: bool = False
+    packable: bool = True
 
     @property
     def packed(self) -> bool:
@@ -46,6 +48,7 @@ def plan_layers(
     layer_presets: Mapping[int, str] | None = None,
     latents: Mapping[int, int] | None = None,
     rotary: str = "exact",
+    unpackable: Mapping[int, str] | None = None,
 ) -> list[LayerPlan]:
     """One plan per layer.
 
@@ -57,6 +60,7 @@ def plan_layers(
     layer_presets:   presets by layer index, which win over all of these
     latents:         of the layers that cache latents, by index, the width of their rotary keys, maybe 0
     rotary:          format of those rotary keys; where there are none, "exact", since there is nothing to pack
+    unpackable:      the layers whose width no preset takes, by index, with what is wrong with it
 
     Raises ValueError on unknown words, presets or formats, indices out of range, a skip_format of no layers,
     layer_presets that name a layer twice or one that cannot be packed, a format of rotary keys where there are none,
@@ -64,6 +68,7 @@ def plan_layers(
     sliding windows were to be packed.
     """
     latents = {} if latents is None else latents
+    why_not = {index: _why_not(kind) for index, kind in enumerate(kinds) if kind not in PACKABLE} | (unpackable or {})
     rotary_format = _rotary_format(rotary, latents)
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
@@ -89,13 +94,14 @@ def plan_layers(
     # What is said of single layers; what stands later wins.
     said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
     said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
-    said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds).items()}
+    said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds, why_not).items()}
     plans = []
     for index, kind in enumerate(kinds):
-        own, reason = said.get(index, (preset, "")) if kind in PACKABLE else (None, _why_not(kind))
+        own, reason = (None, why_not[index]) if index in why_not else said.get(index, (preset, ""))
         if own is not None and index in latents:
             own = own.for_latents(rotary_format if latents[index] else EXACT)
-        plans.append(LayerPlan(index, kind, own, reason, index in latents))
+        packable = kind not in PACKABLE or index not in why_not
+        plans.append(LayerPlan(index, kind, own, reason, index in latents, packable))
     return plans
 
 
@@ -126,7 +132,9 @@ def _parse(skip_layers: Sequence[str | int] | str | int, num_layers: int) -> tup
     return words, {_index(entry, num_layers, "skip_layers") for entry in entries if not isinstance(entry, str)}
 
 
-def _presets_by_layer(layer_presets: Mapping[int, str] | None, kinds: Sequence[str]) -> dict[int, Preset]:
+def _presets_by_layer(
+    layer_presets: Mapping[int, str] | None, kinds: Sequence[str], why_not: Mapping[int, str]
+) -> dict[int, Preset]:
     """layer_presets with indices from 0 on, all of layers that can be packed."""
     if layer_presets is None:
         return {}
@@ -137,10 +145,10 @@ def _presets_by_layer(layer_presets: Mapping[int, str] | None, kinds: Sequence[s
         index = _index(entry, len(kinds), "layer_presets")
         if index in presets:
             raise ValueError(f"expected one entry per layer in layer_presets, got two for layer {index}: {entry} too")
-        if kinds[index] not in PACKABLE:
+        if index in why_not:
             raise ValueError(
                 f"expected layers that can be packed in layer_presets, got layer {index} ({kinds[index]}: "
-                f"{_why_not(kinds[index])}); leave it out"
+                f"{why_not[index]}); leave it out"
             )
         presets[index] = _preset(name, f"for layer {index} in layer_presets")
     return presets
