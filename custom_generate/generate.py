@@ -1,4 +1,4 @@
-"""A generation recipe of transformers: `model.generate(..., custom_generate=THIS_REPOSITORY, trust_remote_code=True)`."""
+"""A recipe for transformers: `model.generate(..., custom_generate=THIS_REPOSITORY, trust_remote_code=True)`."""
 
 from typing import Any
 

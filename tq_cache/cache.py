@@ -126,8 +126,8 @@ class TurboQuantCache(DynamicCache):
         length = self._max_cache_len
         preset, newest, sinks, backend = plan.preset, self._newest, self._sinks, self._backend
         if preset is None:
-            backend = backend if plan.packable else "reference"  # the kernels take no other widths either
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
+            backend = backend if plan.packable else "reference"  # nor do kernels take such widths
             newest, sinks = UNLIMITED if length is None else round_up(length), 0
         else:
             backend = backend_for(preset, backend)
@@ -171,7 +171,9 @@ class TurboQuantCache(DynamicCache):
                     f"expected a layer that can be packed, got layer {layer_idx} in layer_presets: {problem}"
                 )
             plan = self.plans[layer_idx] = replace(plan, preset=None, reason=problem, packable=False)
-            self.layers[layer_idx].storage = self._make_storage(plan)
+            layer = self.layers[layer_idx]
+            assert isinstance(layer, PackedLayer)
+            layer.storage = self._make_storage(plan)
             self._warn_of_unpacked_layers()
 
     def update(

@@ -15,9 +15,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMode
 
 from .cache import TurboQuantCache
 from .compat import decoder_config
@@ -25,7 +24,7 @@ from .formats.packing import BLOCK_TOKENS
 from .hf.layers import ATTENTION_NAME
 
 HOOK = "_prepare_cache_for_generation"
-COMPILED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # others reorder or crop
+COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
 COMPILED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 LEAST_ROOM = 1024  # tokens
 
@@ -113,7 +112,7 @@ class CacheMaker:
         self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode | None,
+        generation_mode: str | None,
         batch_size: int,
         max_cache_length: int,
         *args: Any,
@@ -127,20 +126,20 @@ class CacheMaker:
         call = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args)
         result = self._transformers_own()(*call, **kwargs)
         made = model_kwargs.get("past_key_values")
-        own = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+        pair = made if isinstance(made, EncoderDecoderCache) else None
+        own = made if pair is None else pair.self_attention_cache
         asked = given is not None or generation_config.cache_implementation is not None
         if asked or type(own) is not DynamicCache:
             return result
         cache = None
-        if self._may_compile(generation_config, generation_mode) and not isinstance(made, EncoderDecoderCache):
+        if pair is None and self._may_compile(generation_config, generation_mode):
             sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             cache = self._preallocated(sequences, most, generation_config)
         cache = copy.deepcopy(self.first()) if cache is None else cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        pair = isinstance(made, EncoderDecoderCache)
-        model_kwargs["past_key_values"] = type(made)(cache, made.cross_attention_cache) if pair else cache
+        model_kwargs["past_key_values"] = cache if pair is None else type(pair)(cache, pair.cross_attention_cache)
         return result
 
     def _transformers_own(self) -> Any:
@@ -159,7 +158,7 @@ class CacheMaker:
 
     # ------------------------------------------------------------------------------------- preallocated memory
 
-    def _may_compile(self, generation_config: Any, generation_mode: GenerationMode | None) -> bool:
+    def _may_compile(self, generation_config: Any, generation_mode: str | None) -> bool:
         """Whether the call and the model allow compiled steps; what is left is asked of transformers."""
         module, first = self.module, self.first()
         devices = set((getattr(module, "hf_device_map", None) or {}).values())
@@ -258,7 +257,7 @@ def disable(model: PreTrainedModel) -> None:
 
 def _check(model: Any) -> None:
     """Raise unless the model generates with caches of transformers."""
-    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise TypeError(
             f"expected a transformers model that generates (AutoModelForCausalLM, ...), got {type(model).__name__}; "
             "of a wrapper (PEFT, DDP, torch.compile) give the model inside: get_base_model(), .module, ._orig_mod"
@@ -273,7 +272,7 @@ def _check(model: Any) -> None:
 
 def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The model, and models in it whose `generate()` it may call."""
-    inside = [x for x in model.modules() if isinstance(x, PreTrainedModel) and isinstance(x, GenerationMixin)]
+    inside = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x.can_generate()]
     return [model, *[module for module in inside if module is not model]]
 
 
@@ -312,8 +311,8 @@ def _set_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
     if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
         warnings.warn(
-            f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all its "
-            "keys and values dequantised at every step.  Memory is saved between layers and steps, but a step is slower "
-            "than with a 16-bit cache, the more so the longer the text",
+            f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all "
+            "its keys and values dequantised at every step.  Memory is saved between layers and steps, but a step is "
+            "slower than with a 16-bit cache, the more so the longer the text",
             stacklevel=4,
         )

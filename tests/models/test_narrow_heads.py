@@ -1,4 +1,4 @@
-"""Models whose heads are too narrow to be packed, in what transformers' own generation tests do (GenerationTesterMixin).
+"""Models whose heads are too narrow to be packed, doing what transformers' generation tests do (GenerationTesterMixin).
 
 transformers' test files are no part of its package, so these do likewise: each way to generate, by tiny random models
 with heads of 4 to 16 channels, gives what it gives without `enable`.
@@ -37,7 +37,8 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, num_key_value_heads=2, sliding_window=8,
                                layer_types=["sliding_attention", "full_attention"]),
     "bamba": BambaConfig(**SMALL, **MAMBA, num_key_value_heads=2, attn_layer_indices=[1]),
-    "bart": BartConfig(**SMALL | dict(d_model=16, hidden_size=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    "bart": BartConfig(**SMALL | dict(d_model=16, hidden_size=16, encoder_layers=2,
+                                      decoder_layers=2, encoder_attention_heads=4,
                                       decoder_attention_heads=4, encoder_ffn_dim=4, decoder_ffn_dim=4,
                                       decoder_start_token_id=1, forced_eos_token_id=None)),
     "deepseek_v3": DeepseekV3Config(**SMALL, **LATENT, **EXPERTS, num_key_value_heads=4, first_k_dense_replace=1),
@@ -67,6 +68,8 @@ LACKING = {
     ("bart", "continued"),
 }
 CASES = [(family, way) for family in CONFIGS for way in WAYS if (family, way) not in LACKING]
+
+IN_DEFAULT_SUITE = {"greedy", "beams", "assisted"}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,9 @@ def generate(models, family: str, way: str):
     return out
 
 
-@pytest.mark.parametrize(("family", "way"), CASES)
+@pytest.mark.parametrize(("family", "way"), [
+    pytest.param(*case, marks=() if case[1] in IN_DEFAULT_SUITE else pytest.mark.slow) for case in CASES
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_way_gives_what_it_gives_without(models, family, way):
     expected = generate(models, family, way)

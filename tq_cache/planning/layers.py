@@ -68,7 +68,8 @@ def plan_layers(
     sliding windows were to be packed.
     """
     latents = {} if latents is None else latents
-    why_not = {index: _why_not(kind) for index, kind in enumerate(kinds) if kind not in PACKABLE} | (unpackable or {})
+    why_not = {index: _why_not(kind) for index, kind in enumerate(kinds) if kind not in PACKABLE}
+    why_not.update(unpackable or {})
     rotary_format = _rotary_format(rotary, latents)
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
@@ -84,13 +85,8 @@ def plan_layers(
             "packing sliding-window layers is not supported; keep 'sliding_window' in skip_layers "
             "(their window bounds their memory)"
         )
-    if skip_format is not None and "boundary" not in words and not indices:
-        raise ValueError(
-            f"expected 'boundary' or layer indices in skip_layers beside skip_format={skip_format!r}, "
-            f"got {skip_layers!r}; name the layers that it is for"
-        )
+    skipped = _skipped_preset(skip_format, skip_layers, "boundary" in words or bool(indices))
     edge = holding[:boundary_layers] + holding[len(holding) - boundary_layers :] if "boundary" in words else []
-    skipped = None if skip_format is None else _preset(skip_format, "as skip_format")
     # What is said of single layers; what stands later wins.
     said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
     said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
@@ -103,6 +99,18 @@ def plan_layers(
         packable = kind not in PACKABLE or index not in why_not
         plans.append(LayerPlan(index, kind, own, reason, index in latents, packable))
     return plans
+
+
+def _skipped_preset(
+    skip_format: str | None, skip_layers: Sequence[str | int] | str | int, names_layers: bool
+) -> Preset | None:
+    """The preset of the layers that skip_layers names; it must name some."""
+    if skip_format is not None and not names_layers:
+        raise ValueError(
+            f"expected 'boundary' or layer indices in skip_layers beside skip_format={skip_format!r}, "
+            f"got {skip_layers!r}; name the layers that it is for"
+        )
+    return None if skip_format is None else _preset(skip_format, "as skip_format")
 
 
 def _rotary_format(rotary: str, latents: Mapping[int, int]) -> Format:

@@ -139,7 +139,8 @@ def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanS
     }
     return plan_layers(
         *([layer.kind for layer in geometry.layers], preset, settings.skip_layers, settings.boundary_layers),
-        *(settings.skip_format, settings.layer_presets, latents, settings.rotary, unpackable),
+        *(settings.skip_format, settings.layer_presets, latents, settings.rotary),
+        unpackable=unpackable,
     )
 
 
