@@ -50,10 +50,9 @@ class PackedStates:
         """Unwritten states for `capacity` tokens (a multiple of BLOCK_TOKENS) beside `like` [B, H_kv, T, D]."""
         batch, heads, _, head_dim = like.shape
         size, dtype = BLOCK_TOKENS * head_dim, like.dtype
-        if not capacity and not is_packable(head_dim):  # of no token there are no bits, whatever its width
-            size, dtype = 0, torch.uint8
-        elif not fmt.exact:
-            size, dtype = BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits), torch.uint8
+        if not fmt.exact:
+            never = capacity == 0 and not is_packable(head_dim)  # of such vectors none is ever packed
+            size, dtype = 0 if never else BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits), torch.uint8
 
         def factors(wanted: bool) -> torch.Tensor | None:
             if not wanted:
