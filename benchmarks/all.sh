@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Every test and benchmark that needs a CUDA GPU, or those named, into a folder and results.tar in it:
 #
-#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate longest ...]
+#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate enable longest ...]
 #
-# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent and
-# latent_step have not run there yet.
+# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent,
+# latent_step and enable have not run there yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -18,7 +18,7 @@ run() { # name, command: its output and its JSON
     python3 "${@:2}" > "$folder/$1.txt" 2>&1 || { status=1 && echo "failed: $1, see $folder/$1.txt"; }
 }
 
-for part in "${@:-tests decode latent latent_step preallocated quantise prefill generate longest}"; do
+for part in "${@:-tests decode latent latent_step preallocated quantise prefill generate enable longest}"; do
     for name in $part; do
         case $name in
         tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests/gpu tests/kernels ;;
@@ -35,9 +35,10 @@ for part in "${@:-tests decode latent latent_step preallocated quantise prefill 
             run generate_prefill benchmarks/generate.py --shapes 1x32768 --steps 6 --prefill --compiled \
                 --eager DynamicCache 4bit_nc tq3 fp8_e4m3 --out "$folder/generate_prefill.json"
             ;;
+        enable) run enable benchmarks/enable.py --out "$folder/enable_h200.json" ;;
         longest) run longest benchmarks/longest_context.py --out "$folder/longest_context_h200.json" ;;
         *)
-            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate or longest," \
+            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate, enable or longest," \
                 "got $name" && exit 2
             ;;
         esac
