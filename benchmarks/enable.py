@@ -82,11 +82,8 @@ def measure(model: Any, name: str, way: str, preset: str, shape: tuple[int, int]
     row |= dict(ms_per_token=round((whole - first) / (new - FIRST), 3), ms_with_prompt=round(whole / new, 3))
     row |= dict(first_token_ms=round(first, 1), graphs=graphs, lengths=lengths, ms=[round(ms, 1) for ms in others])
     row["recompilations"] = compilations() - graphs
-    print(
-        f"{name:10} {batch:3} x {tokens:7,}  {way:8} {row['ms_per_token']:8.2f} ms a token, "
-        f"{row['ms_with_prompt']:8.2f} with the prompt; {graphs} graphs, {row['recompilations']} more for other lengths",
-        flush=True,
-    )
+    line = f"{name:10} {batch:3} x {tokens:7,}  {way:8} {row['ms_per_token']:8.2f} ms a token, with the prompt "
+    print(f"{line}{row['ms_with_prompt']:8.2f}; {graphs} graphs, {row['recompilations']} for other lengths", flush=True)
     return row
 
 

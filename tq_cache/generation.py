@@ -19,9 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache import TurboQuantCache
-from .compat import decoder_config
+from .compat import decoder_config, layer_kinds
 from .formats.packing import BLOCK_TOKENS
 from .hf.layers import ATTENTION_NAME
+from .planning.layers import BLOCK_SPARSE
 
 HOOK = "_prepare_cache_for_generation"
 COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
@@ -217,9 +218,8 @@ class CacheMaker:
 
         Where `before` was too little, half as much again, so that a growing conversation compiles few times.
         """
-        most = max(
-            most, min(before * 3 // 2, getattr(decoder_config(self.module.config), "max_position_embeddings", 0))
-        )
+        longest = getattr(decoder_config(self.module.config), "max_position_embeddings", None) or before * 2
+        most = max(most, min(before * 3 // 2, longest))
         step = max(LEAST_ROOM, 1 << max(most.bit_length() - 6, 0))
         return -(-most // step) * step
 
@@ -307,7 +307,8 @@ def _attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
 
 def _set_attention(model: PreTrainedModel) -> None:
     """`attn_implementation="turboquant"`, or one warning that says why not."""
-    if any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel)):
+    settable = any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel))
+    if settable and not set(layer_kinds(decoder_config(model.config))) & set(BLOCK_SPARSE):
         model.set_attn_implementation(ATTENTION_NAME)
     if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
         warnings.warn(

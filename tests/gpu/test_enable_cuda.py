@@ -26,31 +26,36 @@ def answer(model, tokenizer, case, **options) -> bool:
     return case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
 
 
+def watch(model, look) -> list:
+    """What `look` sees in the cache after each forward that is not compiled: prompts, where steps are."""
+    seen: list = []
+
+    def after(module, args, kwargs, out):
+        if not torch.compiler.is_compiling():
+            seen.append(look(kwargs["past_key_values"]))
+
+    model.register_forward_hook(after, with_kwargs=True)
+    return seen
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_calls_of_other_lengths_compile_nothing_anew(inference):
     model, tokenizer = load_model(EMBEDDED_MODEL, dtype=torch.bfloat16)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    seen = []
-    model.register_forward_hook(
-        lambda module, args, kwargs, out: seen.append(kwargs["past_key_values"].layers[0].flat.num_tokens.data_ptr()),
-        with_kwargs=True,
-    )
+    seen = watch(model, lambda cache: cache.layers[0].flat.num_tokens.data_ptr())
     with tq_cache.enable(model) as enabled, torch.inference_mode(inference):
         for tokens in (1000, 700, 900, 400, 1000):
             case = case_of(tokenizer, tokens)
             assert answer(enabled, tokenizer, case, compile_config=CompileConfig(fullgraph=True))
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert len(set(seen)) == 1  # hooks see the prompts, whose forward is not compiled
+    assert len(seen) == 5 and len(set(seen)) == 1
 
 
 def test_the_default_is_compiled_and_the_rest_grows():
     model, tokenizer = load_model(EMBEDDED_MODEL, dtype=torch.bfloat16)
-    case, caches = case_of(tokenizer, 600), []
-    model.register_forward_hook(
-        lambda module, args, kwargs, out: caches.append(kwargs["past_key_values"]), with_kwargs=True
-    )
+    case, kinds = case_of(tokenizer, 600), watch(model, lambda cache: isinstance(cache.layers[0], PreallocatedLayer))
     tq_cache.enable(model)
     for options, preallocated in [
         ({}, True),
@@ -60,11 +65,11 @@ def test_the_default_is_compiled_and_the_rest_grows():
         (dict(disable_compile=True), False),
         (dict(prefill_chunk_size=256), False),
     ]:
-        caches.clear()
+        kinds.clear()
         inputs = tokenizer(case.prompt, return_tensors="pt").to("cuda:0")
         out = model.generate(**inputs, **dict(max_new_tokens=8, do_sample=False) | options)
         assert case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])), options
-        assert all(isinstance(caches[0].layers[0], PreallocatedLayer) == preallocated for _ in caches), options
+        assert kinds and set(kinds) == {preallocated}, options
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this model will be packed")

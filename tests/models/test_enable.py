@@ -290,10 +290,11 @@ def test_composite_model():
     assert state(model) == before
 
 
-def test_a_model_with_an_attention_of_its_own_is_warned_of():
-    model = build("falcon")
+@pytest.mark.parametrize("name", ["falcon", "bloom", "minimax_m3_vl_text"])
+def test_a_model_with_an_attention_of_its_own_is_warned_of(name):
+    model = build(name)
     inputs, before = prompt(model, LENGTH), state(model)
-    with pytest.warns(UserWarning, match="FalconForCausalLM has an attention of its own.* dequantised") as said:
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} has an attention of its own.* dequantised") as said:
         tq_cache.enable(model, residual_length=256)
     assert len(said) == 1
     out = model.generate(**inputs, **FIXED, do_sample=False, return_dict_in_generate=True)

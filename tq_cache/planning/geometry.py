@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAt
 
 from ..compat import decoder_config, layer_kinds, own_layers
 from ..storage.checks import unpackable_width
-from .layers import PACKABLE, WITHOUT_KV
+from .layers import BLOCK_SPARSE, PACKABLE, WITHOUT_KV
 
 # Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
 EXPANDED_LATENT = ("deepseek_sparse_attention",)
@@ -124,7 +124,7 @@ def _config_per_layer(decoder: Any, num_layers: int) -> list[Any]:
 def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeometry:
     if kind in WITHOUT_KV:
         return LayerGeometry(index, kind)
-    if not isinstance(layer, DynamicLayer) or "compressed" in kind or kind == "minimax_m3_sparse":
+    if not isinstance(layer, DynamicLayer) or "compressed" in kind or kind in BLOCK_SPARSE:
         raise NotImplementedError(
             f"expected layers that cache as transformers' own do, got {kind!r}; its memory is not planned"
         )

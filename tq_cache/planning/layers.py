@@ -14,6 +14,8 @@ PACKABLE = ("full_attention", "hybrid", *INDEXED)
 # Layers of these kinds keep a state of fixed size, or nothing: they hold no keys and values that grow.
 WITHOUT_KV = ("linear_attention", "conv", "mamba", "dummy", "moe", "mlp")
 WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+# Sparse by blocks, by arguments of attention that "turboquant" refuses.
+BLOCK_SPARSE = ("minimax_m3_sparse",)
 SKIP_WORDS = ("boundary", "sliding_window")
 
 
