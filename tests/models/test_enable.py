@@ -72,7 +72,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=pytest.mark.slow if way in ("sampling", "chunked_prefill") else ()) for way in WAYS
+])  # fmt: skip
 def test_every_way_gives_what_a_cache_by_hand_gives(model, way):
     options, inputs = dict(WAYS[way]), prompt(model, LENGTH)
     if padding := options.pop("padding", 0):
@@ -290,7 +292,9 @@ def test_composite_model():
     assert state(model) == before
 
 
-@pytest.mark.parametrize("name", ["falcon", "bloom", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("name", [
+    "falcon", *[pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "minimax_m3_vl_text")],
+])  # fmt: skip
 def test_a_model_with_an_attention_of_its_own_is_warned_of(name):
     model = build(name)
     inputs, before = prompt(model, LENGTH), state(model)

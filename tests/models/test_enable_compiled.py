@@ -15,7 +15,7 @@ import tq_cache
 from tq_cache import TurboQuantCache
 from tq_cache.hf.layers import PreallocatedLayer
 
-NEW_TOKENS = 12  # of which one completes a block of the longest prompts, in the graph
+NEW_TOKENS = 8  # of which one completes a block of the longest prompts, in the graph
 FIXED = dict(max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=None, do_sample=False)
 OPTIONS = dict(residual_length=64, skip_layers=("sliding_window",))
 

@@ -69,7 +69,7 @@ LACKING = {
 }
 CASES = [(family, way) for family in CONFIGS for way in WAYS if (family, way) not in LACKING]
 
-IN_DEFAULT_SUITE = {"greedy", "beams", "assisted"}
+IN_DEFAULT_SUITE = {"greedy"}
 
 
 @pytest.fixture(scope="module")
