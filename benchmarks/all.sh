@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Every test and benchmark that needs a CUDA GPU, or those named, into a folder and results.tar in it:
 #
-#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate longest offload ...]
+#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate enable longest
+#                                   offload saving ...]
 #
-# The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent,
-# latent_step and offload have not run there yet; offload takes about 3.
+# The tests take 5 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 to 3 each; enable, offload and
+# saving have not run there yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -18,7 +19,11 @@ run() { # name, command: its output and its JSON
     python3 "${@:2}" > "$folder/$1.txt" 2>&1 || { status=1 && echo "failed: $1, see $folder/$1.txt"; }
 }
 
-for part in "${@:-tests decode latent latent_step preallocated quantise prefill generate longest offload}"; do
+#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate enable longest
+#                                   offload saving ...]
+#
+# The tests take 5 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 to 3 each; enable, offload and
+# saving have not run there yet.
     for name in $part; do
         case $name in
         tests) run tests -m pytest -n 14 -m gpu -p no:cacheprovider -rfE tests/gpu tests/kernels ;;
@@ -35,11 +40,11 @@ for part in "${@:-tests decode latent latent_step preallocated quantise prefill 
             run generate_prefill benchmarks/generate.py --shapes 1x32768 --steps 6 --prefill --compiled \
                 --eager DynamicCache 4bit_nc tq3 fp8_e4m3 --out "$folder/generate_prefill.json"
             ;;
-        offload) run offload benchmarks/offload.py --out "$folder/offload_h200.json" ;;
-        longest) run longest benchmarks/longest_context.py --out "$folder/longest_context_h200.json" ;;
-        *)
-            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate, longest or" \
-                "offload, got $name" && exit 2
+#     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate enable longest
+#                                   offload saving ...]
+#
+# The tests take 5 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 to 3 each; enable, offload and
+# saving have not run there yet.
             ;;
         esac
     done

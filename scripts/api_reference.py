@@ -2,7 +2,7 @@
 
     python scripts/api_reference.py
 
-Every name in `tq_cache.__all__`, and of a class what it defines itself: signatures and docstrings as they stand.
+Every name in `tq_cache.__all__`, and of a class what this package defines: signatures and docstrings as they stand.
 """
 
 import inspect
@@ -30,7 +30,8 @@ def reference() -> str:
 def _class(name: str, cls: type) -> str:
     signature = "" if issubclass(cls, Exception) else _signature(cls)
     lines = [f"## {name}\n", _documented(f"class {name}{signature}", cls)]
-    for member, found in vars(cls).items():
+    bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("tq_cache")]
+    for member, found in {name: x for base in bases for name, x in vars(base).items()}.items():
         if isinstance(found, classmethod):
             found = getattr(cls, member).__func__
         if member.startswith("_") or not isinstance(found, (FunctionType, property)):

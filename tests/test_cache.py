@@ -308,14 +308,6 @@ def test_crop_beyond_the_length():
     unchanged_after(cache, ValueError, "expected to remove at most the 200 tokens", lambda: cache.crop(-201))
 
 
-@pytest.mark.parametrize("dim", [24, 16, 592])
-def test_head_dim_not_supported(dim):
-    cache = TurboQuantCache(llama_config(head_dim=dim))
-    with pytest.raises(ValueError, match=f"expected a head_dim that is a multiple of 16 from 32 to 576, got {dim}"):
-        cache.update(torch.randn(1, 2, 3, dim), torch.randn(1, 2, 3, dim), 0)
-    assert cache.get_seq_length() == 0 and cache.nbytes == 0
-
-
 @pytest.mark.parametrize("preset", ["4bit_nc", "tq4", "fp8_e4m3", "k8v4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_spoils_no_other(preset, bad, generator):

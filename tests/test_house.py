@@ -28,6 +28,7 @@ ORDER = (
     "report",
     "saving",
     "cache",
+    "generation",
     "tools",
 )
 

@@ -1,6 +1,11 @@
 """A quantised KV cache for Hugging Face transformers.
 
     import tq_cache
+    tq_cache.enable(model)
+    out = model.generate(**inputs)
+
+or, with a cache in hand:
+
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="turboquant")
     out = model.generate(**inputs, past_key_values=tq_cache.TurboQuantCache(model.config))
 
@@ -11,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .cache import TurboQuantCache
 from .formats.presets import FORMATS, PRESETS
+from .generation import Enabled, disable, enable
 from .hf.attention import turboquant_attention
 from .hf.dense import densify_kv_b_proj
 from .hf.layers import ATTENTION_NAME
@@ -19,7 +25,18 @@ from .report import CacheReport
 from .saving.folder import CacheFileError
 from .version import __version__
 
-__all__ = ["FORMATS", "PRESETS", "CacheFileError", "CacheReport", "TurboQuantCache", "__version__", "densify_kv_b_proj"]
+__all__ = [
+    "FORMATS",
+    "PRESETS",
+    "CacheFileError",
+    "CacheReport",
+    "Enabled",
+    "TurboQuantCache",
+    "__version__",
+    "densify_kv_b_proj",
+    "disable",
+    "enable",
+]
 
 AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

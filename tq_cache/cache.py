@@ -1,14 +1,12 @@
 """`TurboQuantCache`: what a user hands to `generate()`."""
 
 import copy
-import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import transformers
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -20,30 +18,28 @@ from .compat import (
     exporting,
     layer_kinds,
     length_after_crop,
-    outside_graph,
     own_layers,
 )
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
-from .planning.geometry import latent_layers
+from .planning.geometry import latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
-from .saving.load import Place, load
-from .saving.own_layers import place_window
-from .saving.save import save
+from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
+from .storage.checks import unpackable_width
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
-from .version import __version__
 
 
-class TurboQuantCache(DynamicCache):
+class TurboQuantCache(Saveable, DynamicCache):
     """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
 
     With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
-    tensors.  Layers that are not packed are transformers' own.  A vector with NaN or inf reads back as NaN
-    (float8: those elements do) and changes no other.
+    tensors.  Layers that are not packed are transformers' own.  Those whose head_dim no format takes (below 32, above
+    576, or no multiple of 16) stay in the model's dtype, which one warning and `report()` say.  A vector with NaN or
+    inf reads back as NaN (float8: those elements do) and changes no other.
 
     Formats are calibrated on a sequence's first tokens and queries.  Nothing is packed before there are 128 tokens; a
     cache that is filled by hand, for a model with "turboquant", holds all of it exact until the first step shows
@@ -123,7 +119,7 @@ class TurboQuantCache(DynamicCache):
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
         self.plans: list[LayerPlan] = plan_layers(
             *(layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets),
-            *(latent_layers(self.config), rotary),
+            *(latent_layers(self.config), rotary, unpackable_layers(self.config)),
         )
         self.options: dict[str, Any] = dict(  # as JSON
             preset=preset, key=key, value=value, rotary=rotary, absorb=absorb, residual_length=residual_length,
@@ -132,15 +128,16 @@ class TurboQuantCache(DynamicCache):
             layer_presets=[*layer_presets.items()] if layer_presets else None,
         )  # fmt: skip
         self._check_value_format(value)
-        self._warn_if_nothing_is_packed()
-        self._unplaced: set[int] = set()  # layers that were loaded, and have not seen where the next token is
+        self._warns = True  # of layers that are not packed: once
+        self._warn_of_unpacked_layers()
         self._max_cache_len = max_cache_len
+        self._newest, self._sinks, self._backend = residual_length, sink_tokens, backend
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
         for plan in self.plans:
             if plan.kind in PACKABLE:
-                storage = self._make_storage(plan, residual_length, sink_tokens, backend)
+                storage = self._make_storage(plan)
                 layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
@@ -157,13 +154,14 @@ class TurboQuantCache(DynamicCache):
             )
         return turns
 
-    def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
+    def _make_storage(self, plan: LayerPlan) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         length = self._max_cache_len
-        preset, newest, sinks = plan.preset, residual_length, sink_tokens
+        preset, newest, sinks, backend = plan.preset, self._newest, self._sinks, self._backend
         if preset is None:
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
+            backend = backend if plan.packable else "reference"  # nor do kernels take such widths
             newest, sinks = UNLIMITED if length is None else round_up(length), 0
         else:
             backend = backend_for(preset, backend)
@@ -182,14 +180,35 @@ class TurboQuantCache(DynamicCache):
                 f"keys, got {value!r}; give it as key=, or that of rotary keys as rotary="
             )
 
-    def _warn_if_nothing_is_packed(self) -> None:
-        if not any(plan.packed for plan in self.plans):
-            reasons = ", ".join(sorted({plan.reason for plan in self.plans}))
-            warnings.warn(
+    def _warn_of_unpacked_layers(self) -> None:
+        """Say, once, that nothing is packed, or that layers are not because of their width."""
+        narrow = [plan for plan in self.plans if not plan.packable]
+        none = not any(plan.packed for plan in self.plans)
+        if not self._warns or not (none or narrow):
+            return
+        self._warns = False
+        reasons = ", ".join(sorted({plan.reason for plan in (self.plans if none else narrow)}))
+        message = f"not every layer can be packed: some stay in the model's dtype ({reasons}); see cache.report()"
+        if none:
+            message = (
                 f"no layer of this model will be packed ({reasons}), so the cache saves no memory; "
-                "see skip_layers and boundary_layers, and cache.report()",
-                stacklevel=3,
+                "see skip_layers and boundary_layers, and cache.report()"
             )
+        warnings.warn(message, stacklevel=3)
+
+    def _meet_widths(self, layer_idx: int, key_dim: int, value_dim: int) -> None:
+        """Of a layer's first keys and values: where no format takes their width, it stays in the model's dtype."""
+        plan = self.plans[layer_idx]
+        if plan.packed and (problem := unpackable_width(key_dim, value_dim, plan.latent)):
+            if plan.reason == "layer_presets":
+                raise ValueError(
+                    f"expected a layer that can be packed, got layer {layer_idx} in layer_presets: {problem}"
+                )
+            plan = self.plans[layer_idx] = replace(plan, preset=None, reason=problem, packable=False)
+            layer = self.layers[layer_idx]
+            assert isinstance(layer, PackedLayer)
+            layer.storage = self._make_storage(plan)
+            self._warn_of_unpacked_layers()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -204,14 +223,15 @@ class TurboQuantCache(DynamicCache):
                 f"expected keys on a CUDA device, since this cache is made with offloading, got them on "
                 f"{key_states.device}; leave offloading out"
             )
-        if layer_idx in self._unplaced:
-            outside_graph(self._place, layer_idx, key_states)
+        self._place_loaded(layer_idx, key_states)
         held = self._held_batch_size(layer_idx)
         if held is not None and held != key_states.shape[0]:
             raise ValueError(
                 f"expected keys of batch {held}, as this cache holds, got batch {key_states.shape[0]}; "
                 "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
             )
+        if held is None and len(key_states.shape) == len(value_states.shape) == 4:  # others the storage refuses
+            self._meet_widths(layer_idx, key_states.shape[3], value_states.shape[3])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -236,91 +256,13 @@ class TurboQuantCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self._unplaced.clear()
+        if self._unplaced:  # written only then: torch.compile looks at it
+            self._unplaced = frozenset()
         if RESET_KEEPS_LENGTH:
             fresh = own_layers(self.config, self._max_cache_len)
             for plan in self.plans:
                 if not isinstance(self.layers[plan.index], PackedLayer):
                     self.layers[plan.index] = fresh[plan.index]
-
-    # ------------------------------------------------------------------------------------------------ save and load
-
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        model: torch.nn.Module | None = None,
-        input_ids: torch.Tensor | None = None,
-        max_shard_bytes: int = 5 * 10**9,
-        progress: bool = False,
-    ) -> None:
-        """Write what this cache holds to a folder: safetensors, and a header that says what they are.
-
-        model:           its parameters, adapters among them, are then compared where the cache is loaded with a model;
-                         without it those files of weights that the config names are
-        input_ids:       the tokens held, [B, T], so that `from_pretrained(..., input_ids=)` finds a common beginning
-        max_shard_bytes: bytes of one file, and of CPU memory that this takes
-        progress:        show a bar
-
-        A folder that holds an older save keeps it until the new one is whole.  Where tensor parallelism shares KV heads
-        among processes all of them call this, with a folder that all see, and each writes its own; where every process
-        holds all (`report()`), let one call it.
-
-        Raises ValueError on an empty cache or other input_ids, NotImplementedError on layers with a state that is not
-        known, OSError where the folder cannot be written.
-        """
-        written_by = f"tq_cache {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-        save(self, Path(folder), model, input_ids, max_shard_bytes, progress, written_by)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        config: PreTrainedConfig | torch.nn.Module,
-        *,
-        input_ids: torch.Tensor | None = None,
-        length: int | None = None,
-        max_cache_len: int | None = None,
-        device: Place = None,
-        any_weights: bool = False,
-        backend: str = "auto",
-        offloading: bool | str | int = False,
-        progress: bool = False,
-    ) -> "TurboQuantCache":
-        """The cache in a folder, with the preset and the options it was saved with.
-
-        config:        that of the model, or the model itself: then its parameters are compared too, and layers go to
-                       where those of the model are
-        input_ids:     a prompt, [B, T]: only the tokens with which both it and what was saved begin are loaded, at most
-                       T - 1; then generate() with all of the prompt
-        length:        load at most so many first tokens
-        max_cache_len: preallocate, whether or not what was saved did
-        device:        of all layers, or by layer; None: keys and values move to where their layer's next token is
-        any_weights:   take a cache that was saved with other weights of a model of this shape
-        backend, offloading: as those of the class
-        progress:      show a bar
-
-        Every tensor is checked against its checksum, also where only a part of it is loaded.  With tensor parallelism
-        each process takes its KV heads, however many wrote them.
-
-        Raises CacheFileError, a ValueError, where there is no whole cache of this model; ValueError where it does not
-        fit into max_cache_len, or that would hold fewer packed tokens; NotImplementedError where a layer's state cannot
-        be cut to fewer tokens.
-        """
-        options = dict(max_cache_len=max_cache_len, backend=backend, offloading=offloading)
-        return load(cls, Path(folder), config, input_ids, length, device, any_weights, progress, options)
-
-    def loaded(self) -> None:
-        """Layers hold tokens of a folder: the next update moves each to where its new tokens are."""
-        self._unplaced = {index for index in range(len(self.layers)) if self._held_batch_size(index) is not None}
-
-    def _place(self, layer_idx: int, key_states: torch.Tensor) -> None:
-        layer, heads = self.layers[layer_idx], key_states.shape[1]
-        if isinstance(layer, PackedLayer):
-            layer.place(key_states)
-        else:
-            place_window(layer, key_states.device, heads)
-        self._unplaced.discard(layer_idx)
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, config_for
-from transformers import DynamicCache, LlamaConfig, T5Config
+from transformers import BartConfig, DynamicCache, LlamaConfig, T5Config
 
 from tq_cache import TurboQuantCache
 from tq_cache.compat import layer_kinds
@@ -211,10 +211,22 @@ def test_bad_input(tmp_path):
         PlanSettings(0)
     with pytest.raises(ValueError, match="memory left"):
         plan_memory(LLAMA_8B, [], PlanSettings(1), -5)
+
+
+def test_heads_that_no_format_takes_are_counted_at_16_bits():
     narrow = LlamaConfig(hidden_size=96, num_attention_heads=4, num_hidden_layers=6)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        plan_memory(narrow, ["tq4"], PlanSettings(1000))
-    assert plan_memory(narrow, [], PlanSettings(1000)).rows[0].nbytes == 6 * 4 * 1000 * 24 * 4
+    plan = plan_memory(narrow, ["tq4"], PlanSettings(1000))
+    assert {layer.reason for layer in plan.layer_plans} == {
+        "head_dim 24: only multiples of 16 from 32 to 576 are packed"
+    }
+    exact, packed = plan.rows
+    assert exact.nbytes == 6 * 4 * 1000 * 24 * 4 and packed.nbytes == 6 * 4 * 1024 * 24 * 4  # room for a block
+
+
+def test_heads_of_an_encoder_decoder_are_its_decoders():
+    config = BartConfig(d_model=64, encoder_attention_heads=4, decoder_attention_heads=2, decoder_layers=3)
+    layers = model_geometry(config).layers
+    assert [(layer.num_kv_heads, layer.key_dim) for layer in layers] == [(2, 32)] * 3
 
 
 def test_config_files_and_encoder_decoders(tmp_path):

@@ -8,6 +8,7 @@ from architectures import ARCHITECTURES, build, prompt
 from latent_models import INDEXED, LATENT_MODELS, latent_model
 from offloads import HostCache, offloaded
 from saved import OPTIONS, assert_same, continued, filled, reloaded
+from transformers import LlamaForCausalLM
 
 from tq_cache import PRESETS, TurboQuantCache
 from tq_cache.saving.folder import files_named, total_bytes
@@ -16,11 +17,8 @@ ROOM = 256
 # Full and sliding layers, beside linear states, latents, latents with an indexer.
 MODELS = ("gemma3_text", "bamba", "deepseek_v3", "deepseek_v32")
 REFUSED = {
-    "deepseek_v4": "keeps tokens in a way", "minimax_m3_vl_text": "keeps tokens in a way",
-    "recurrent_gemma": "in the model",
-}  # fmt: skip
-    "minimax_m3_vl_text": "keeps tokens in a way",
     "deepseek_v4": "keeps tokens in a way",
+    "minimax_m3_vl_text": "keeps tokens in a way",
     "recurrent_gemma": "in the model",
 }
 OTHER_ATTENTION = ("falcon", "git", "gpt_neo", "gptj", "minimax_m3_vl_text")  # see `test_architectures`
@@ -116,6 +114,25 @@ def test_offloaded_caches(tmp_path, name):
     assert_same(continued(model, again), expected)
     assert all(storage.host_nbytes for storage in offloaded(again))
     assert_same(continued(model, TurboQuantCache.from_pretrained(tmp_path / "offloaded", model.config)), expected)
+
+
+def test_layers_that_no_format_takes(tmp_path):
+    """head_dim 16: exact, in either memory; known from the config, or from the first keys."""
+    model = build("llama", "turboquant")
+    narrow = LlamaForCausalLM(narrow_config(model.config)).eval()
+    with pytest.warns(UserWarning, match="no layer of this model will be packed"):
+        cache = filled(narrow)
+        cache.save_pretrained(tmp_path)
+        for room in (None, ROOM):
+            again = TurboQuantCache.from_pretrained(tmp_path, narrow.config, max_cache_len=room)
+            for x, y in zip(continued(narrow, again), continued(narrow, copy.deepcopy(cache)), strict=True):
+                assert (x - y).norm() <= 1e-5 * y.norm()
+
+
+def narrow_config(config):
+    made = copy.deepcopy(config)
+    made.head_dim, made._attn_implementation = 16, "turboquant"
+    return made
 
 
 def test_only_a_common_beginning(llama, tmp_path):

@@ -13,9 +13,14 @@ _HOST: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 KEEP = "name the layer in skip_layers to keep it in the model's dtype"
 
 
+def is_packable(head_dim: int) -> bool:
+    """Whether vectors of this width can be packed."""
+    return head_dim % 16 == 0 and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
+
+
 def check_head_dim(head_dim: int, what: str = "head_dim", instead: str = KEEP) -> None:
     """Raise ValueError unless vectors of this width, `what` it is of, can be packed; it says what to do `instead`."""
-    if head_dim % 16 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+    if not is_packable(head_dim):
         raise ValueError(
             f"expected a {what} that is a multiple of 16 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {head_dim}; "
             f"{instead}"

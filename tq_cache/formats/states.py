@@ -8,6 +8,7 @@ import torch
 
 from .packing import BLOCK_TOKENS, packed_bytes
 from .presets import Format, Role
+from .rotation import is_packable
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class PackedStates:
         batch, heads, _, head_dim = like.shape
         size, dtype = BLOCK_TOKENS * head_dim, like.dtype
         if not fmt.exact:
-            size, dtype = BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits), torch.uint8
+            never = capacity == 0 and not is_packable(head_dim)  # of such vectors none is ever packed
+            size, dtype = 0 if never else BLOCK_TOKENS * packed_bytes(head_dim, fmt.bits), torch.uint8
 
         def factors(wanted: bool) -> torch.Tensor | None:
             if not wanted:

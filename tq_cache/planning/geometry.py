@@ -9,7 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
 from ..compat import decoder_config, layer_kinds, own_layers
-from .layers import PACKABLE, WITHOUT_KV
+from ..storage.checks import unpackable_width
+from .layers import BLOCK_SPARSE, PACKABLE, WITHOUT_KV
 
 # Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
 EXPANDED_LATENT = ("deepseek_sparse_attention",)
@@ -94,6 +95,26 @@ def latent_layers(decoder: PreTrainedConfig) -> dict[int, int]:
     }
 
 
+def unpackable_layers(decoder: PreTrainedConfig) -> dict[int, str]:
+    """The layers of kinds that may be packed whose width no format takes, by index, with what is wrong with it.
+
+    Where the config does not say how wide they are, the first keys and values do (`TurboQuantCache.update`).
+    """
+    kinds = layer_kinds(decoder)
+    found = {}
+    for index, (kind, config) in enumerate(zip(kinds, _config_per_layer(decoder, len(kinds)), strict=False)):
+        if kind not in PACKABLE:
+            continue
+        try:
+            latent = _caches_latents(config, kind)
+            dims = (_field(config, "kv_lora_rank"), 0) if latent else _dims(config, kind)[1:]
+        except (ValueError, TypeError):  # heads by layer, in a list (OpenELM)
+            continue
+        if all(isinstance(dim, int) for dim in dims) and (problem := unpackable_width(*dims, latent)):
+            found[index] = problem
+    return found
+
+
 def _config_per_layer(decoder: Any, num_layers: int) -> list[Any]:
     """The config as each cache layer sees it: where layers differ, transformers keeps one for each."""
     per_layer = list(getattr(decoder, "per_layer_config", None) or ())
@@ -103,7 +124,7 @@ def _config_per_layer(decoder: Any, num_layers: int) -> list[Any]:
 def _layer_geometry(config: Any, index: int, kind: str, layer: Any) -> LayerGeometry:
     if kind in WITHOUT_KV:
         return LayerGeometry(index, kind)
-    if not isinstance(layer, DynamicLayer) or "compressed" in kind or kind == "minimax_m3_sparse":
+    if not isinstance(layer, DynamicLayer) or "compressed" in kind or kind in BLOCK_SPARSE:
         raise NotImplementedError(
             f"expected layers that cache as transformers' own do, got {kind!r}; its memory is not planned"
         )
@@ -156,7 +177,10 @@ def _dims(config: Any, kind: str) -> tuple[int, int, int]:
 
 
 def _num_heads(config: Any) -> int:
-    heads = _field(config, "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "num_heads")
+    names = ["decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "num_heads"]
+    if getattr(config, "is_encoder_decoder", False):  # its decoder's part, where transformers renamed these
+        names = names[2:] + names[:2]
+    heads = _field(config, *names)
     if not heads:
         raise ValueError(f"expected a config with num_attention_heads, got {type(config).__name__} without")
     return heads
@@ -174,7 +198,7 @@ def _num_kv_heads(config: Any, kind: str) -> int:
 def _head_dim(config: Any, kind: str) -> int:
     if kind == "full_attention" and (wide := _field(config, "global_head_dim")):
         return wide
-    head_dim = _field(config, "attention_head_dim", "head_dim", "kv_channels")
+    head_dim = _field(config, "attention_head_dim", "head_dim", "kv_channels", "d_kv")
     hidden_size = _field(config, "hidden_size", "d_model")
     if not head_dim and not hidden_size:
         raise ValueError(f"expected a config with head_dim or hidden_size, got {type(config).__name__} without")

@@ -14,6 +14,8 @@ PACKABLE = ("full_attention", "hybrid", *INDEXED)
 # Layers of these kinds keep a state of fixed size, or nothing: they hold no keys and values that grow.
 WITHOUT_KV = ("linear_attention", "conv", "mamba", "dummy", "moe", "mlp")
 WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+# Sparse by blocks, by arguments of attention that "turboquant" refuses.
+BLOCK_SPARSE = ("minimax_m3_sparse",)
 SKIP_WORDS = ("boundary", "sliding_window")
 
 
@@ -24,6 +26,7 @@ class LayerPlan:
     preset: they are packed with it; None: they stay in the model's dtype
     reason: why it is not the cache's preset; empty where it is
     latent: they are latents and rotary keys, as the preset then is for (`Preset.for_latents`)
+    packable: whether any preset takes their width
     """
 
     index: int
@@ -31,6 +34,7 @@ class LayerPlan:
     preset: Preset | None = None
     reason: str = ""
     latent: bool = False
+    packable: bool = True
 
     @property
     def packed(self) -> bool:
@@ -46,6 +50,7 @@ def plan_layers(
     layer_presets: Mapping[int, str] | None = None,
     latents: Mapping[int, int] | None = None,
     rotary: str = "exact",
+    unpackable: Mapping[int, str] | None = None,
 ) -> list[LayerPlan]:
     """One plan per layer.
 
@@ -57,6 +62,7 @@ def plan_layers(
     layer_presets:   presets by layer index, which win over all of these
     latents:         of the layers that cache latents, by index, the width of their rotary keys, maybe 0
     rotary:          format of those rotary keys; where there are none, "exact", since there is nothing to pack
+    unpackable:      the layers whose width no preset takes, by index, with what is wrong with it
 
     Raises ValueError on unknown words, presets or formats, indices out of range, a skip_format of no layers,
     layer_presets that name a layer twice or one that cannot be packed, a format of rotary keys where there are none,
@@ -64,6 +70,8 @@ def plan_layers(
     sliding windows were to be packed.
     """
     latents = {} if latents is None else latents
+    why_not = {index: _why_not(kind) for index, kind in enumerate(kinds) if kind not in PACKABLE}
+    why_not.update(unpackable or {})
     rotary_format = _rotary_format(rotary, latents)
     words, indices = _parse(skip_layers, len(kinds))
     if boundary_layers < 0:
@@ -79,24 +87,32 @@ def plan_layers(
             "packing sliding-window layers is not supported; keep 'sliding_window' in skip_layers "
             "(their window bounds their memory)"
         )
-    if skip_format is not None and "boundary" not in words and not indices:
+    skipped = _skipped_preset(skip_format, skip_layers, "boundary" in words or bool(indices))
+    edge = holding[:boundary_layers] + holding[len(holding) - boundary_layers :] if "boundary" in words else []
+    # What is said of single layers; what stands later wins.
+    said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
+    said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
+    said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds, why_not).items()}
+    plans = []
+    for index, kind in enumerate(kinds):
+        own, reason = (None, why_not[index]) if index in why_not else said.get(index, (preset, ""))
+        if own is not None and index in latents:
+            own = own.for_latents(rotary_format if latents[index] else EXACT)
+        packable = kind not in PACKABLE or index not in why_not
+        plans.append(LayerPlan(index, kind, own, reason, index in latents, packable))
+    return plans
+
+
+def _skipped_preset(
+    skip_format: str | None, skip_layers: Sequence[str | int] | str | int, names_layers: bool
+) -> Preset | None:
+    """The preset of the layers that skip_layers names; it must name some."""
+    if skip_format is not None and not names_layers:
         raise ValueError(
             f"expected 'boundary' or layer indices in skip_layers beside skip_format={skip_format!r}, "
             f"got {skip_layers!r}; name the layers that it is for"
         )
-    edge = holding[:boundary_layers] + holding[len(holding) - boundary_layers :] if "boundary" in words else []
-    skipped = None if skip_format is None else _preset(skip_format, "as skip_format")
-    # What is said of single layers; what stands later wins.
-    said: dict[int, tuple[Preset | None, str]] = dict.fromkeys(edge, (skipped, "boundary"))
-    said |= dict.fromkeys(indices, (skipped, "index in skip_layers"))
-    said |= {index: (own, "layer_presets") for index, own in _presets_by_layer(layer_presets, kinds).items()}
-    plans = []
-    for index, kind in enumerate(kinds):
-        own, reason = said.get(index, (preset, "")) if kind in PACKABLE else (None, _why_not(kind))
-        if own is not None and index in latents:
-            own = own.for_latents(rotary_format if latents[index] else EXACT)
-        plans.append(LayerPlan(index, kind, own, reason, index in latents))
-    return plans
+    return None if skip_format is None else _preset(skip_format, "as skip_format")
 
 
 def _rotary_format(rotary: str, latents: Mapping[int, int]) -> Format:
@@ -126,7 +142,9 @@ def _parse(skip_layers: Sequence[str | int] | str | int, num_layers: int) -> tup
     return words, {_index(entry, num_layers, "skip_layers") for entry in entries if not isinstance(entry, str)}
 
 
-def _presets_by_layer(layer_presets: Mapping[int, str] | None, kinds: Sequence[str]) -> dict[int, Preset]:
+def _presets_by_layer(
+    layer_presets: Mapping[int, str] | None, kinds: Sequence[str], why_not: Mapping[int, str]
+) -> dict[int, Preset]:
     """layer_presets with indices from 0 on, all of layers that can be packed."""
     if layer_presets is None:
         return {}
@@ -137,10 +155,10 @@ def _presets_by_layer(layer_presets: Mapping[int, str] | None, kinds: Sequence[s
         index = _index(entry, len(kinds), "layer_presets")
         if index in presets:
             raise ValueError(f"expected one entry per layer in layer_presets, got two for layer {index}: {entry} too")
-        if kinds[index] not in PACKABLE:
+        if index in why_not:
             raise ValueError(
                 f"expected layers that can be packed in layer_presets, got layer {index} ({kinds[index]}: "
-                f"{_why_not(kinds[index])}); leave it out"
+                f"{why_not[index]}); leave it out"
             )
         presets[index] = _preset(name, f"for layer {index} in layer_presets")
     return presets

@@ -14,7 +14,7 @@ from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
 from ..formats.states import packed_length_of
 from ..storage.base import round_up
-from ..storage.checks import check_dims
+from ..storage.checks import check_dims, unpackable_width
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
 
@@ -81,8 +81,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of the 16-bit cache and of each preset, and the longest context that fits in `memory` bytes.
 
-    Raises ValueError or NotImplementedError on unknown presets or layers, on head_dims that cannot be packed, and on
-    a memory that is not positive.
+    Layers whose head_dim cannot be packed are counted at 16 bits, as a cache keeps them.  Raises ValueError or
+    NotImplementedError on unknown presets or layers, on rotary keys that cannot be packed, and on a memory that is not
+    positive.
     """
     if memory is not None and memory <= 0:
         raise ValueError(f"expected memory left for keys and values, got {memory:,} bytes after the weights")
@@ -129,9 +130,17 @@ def parse_memory(text: str) -> int:
 
 def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:
     latents = {layer.index: layer.value_dim for layer in geometry.layers if layer.latent and layer.kind in PACKABLE}
+    unpackable = {
+        layer.index: problem
+        for layer in geometry.layers
+        if layer.kind in PACKABLE
+        and layer.num_kv_heads
+        and (problem := unpackable_width(layer.key_dim, layer.value_dim, layer.latent))
+    }
     return plan_layers(
         *([layer.kind for layer in geometry.layers], preset, settings.skip_layers, settings.boundary_layers),
         *(settings.skip_format, settings.layer_presets, latents, settings.rotary),
+        unpackable=unpackable,
     )
 
 

@@ -37,6 +37,7 @@ def load(
         cache = _make(make, own, reader, options)
         if len(cache.layers) != len(header["layers"]):
             raise CacheFileError(f"expected {len(cache.layers)} layers, got {len(header['layers'])}")
+        _meet_widths(cache, reader)
         check_codes(header, {plan.index: plan.preset for plan in cache.plans})
         if length:
             layers = tracked(enumerate(cache.layers), len(cache.layers), "loading", progress)
@@ -44,7 +45,7 @@ def load(
                 where = f"layer {index} of {str(folder)!r}"
                 at = _device(device, index, model)
                 restore(layer, header["layers"][index], reader, f"layers.{index}.", length, at, where)
-            cache.loaded()
+            cache._loaded()
     return cache
 
 
@@ -103,6 +104,14 @@ def _make(make: Callable[..., Any], config: Any, reader: Reader, options: Mappin
         return make(config, **saved, **scales, **options)
     except TypeError as error:
         raise CacheFileError(f"expected options of this version of tq_cache, got {saved}: {error}") from error
+
+
+def _meet_widths(cache: Any, reader: Reader) -> None:
+    """Tell a cache the widths of layers that were not packed, as their first keys did, which a config may not say."""
+    for index, said in enumerate(reader.header["layers"]):
+        shapes = [reader.tensors.get(f"layers.{index}.tail.{name}", {}).get("shape", []) for name in ("keys", "values")]
+        if said["preset"] is None and all(len(shape) == 4 for shape in shapes):
+            cache._meet_widths(index, shapes[0][3], shapes[1][3])
 
 
 def _device(device: Place, index: int, model: torch.nn.Module | None) -> torch.device:

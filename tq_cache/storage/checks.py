@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from ..formats.presets import NOUNS, Preset, Role
-from ..formats.rotation import check_head_dim
+from ..formats.rotation import MAX_HEAD_DIM, MIN_HEAD_DIM, check_head_dim, is_packable
 
 # Shape and dtype, all that is looked at of a tensor here.
 _Described = tuple[torch.Size, torch.dtype]
@@ -55,6 +55,18 @@ def check_packable(
             raise ValueError(
                 f"expected a scale of {NOUNS[role]} with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
             )
+
+
+def unpackable_width(key_dim: int, value_dim: int, latent: bool) -> str:
+    """Why keys and values, or latents, of such widths are in no format's reach; empty where they can be packed.
+
+    Of latents the rotary keys beside them do not count: their own format says what width it takes.
+    """
+    wrong = next((dim for dim in ((key_dim,) if latent else (key_dim, value_dim)) if not is_packable(dim)), None)
+    if wrong is None:
+        return ""
+    name = "latents of" if latent else "head_dim"
+    return f"{name} {wrong}: only multiples of 16 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} are packed"
 
 
 def check_dims(key_dim: int, value_dim: int, preset: Preset) -> None:

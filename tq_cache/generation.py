@@ -1,0 +1,319 @@
+"""`generate()` with a TurboQuantCache and without another word: `enable`, `disable`, and who makes the cache of a call.
+
+Nothing is patched but one attribute of the model at hand: `_prepare_cache_for_generation`, to which `generate()` hands
+the length that it has worked out.  transformers' own runs first; where that makes the DynamicCache of a user who said
+nothing of caches, ours takes its place.
+"""
+
+import copy
+import functools
+import gc
+import inspect
+import warnings
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from .cache import TurboQuantCache
+from .compat import decoder_config, layer_kinds
+from .formats.packing import BLOCK_TOKENS
+from .hf.layers import ATTENTION_NAME
+from .planning.layers import BLOCK_SPARSE
+
+HOOK = "_prepare_cache_for_generation"
+COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
+COMPILED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+LEAST_ROOM = 1024  # tokens
+
+
+class Enabled:
+    """What `enable` returns.  As a context manager it gives the model, and leaving it undoes that one `enable`."""
+
+    def __init__(self, model: PreTrainedModel, preset: str, options: dict[str, Any]) -> None:
+        self.model = model
+        self.attention = _attention_of(model)
+        self.makers = [CacheMaker(self, module, preset, options) for module in _generating(model)]
+        try:
+            _set_attention(model)
+            for maker in self.makers:
+                maker.first()  # what is wrong with the options is said here
+        except BaseException:
+            self._restore_attention()
+            raise
+        for maker in self.makers:
+            setattr(maker.module, HOOK, maker.prepare)
+
+    def __enter__(self) -> PreTrainedModel:
+        return self.model
+
+    def __exit__(self, *exception: object) -> None:
+        if self in _stack(self.model):
+            for enabled in _stack(self.model):  # those enabled later go first
+                enabled.undo()
+                if enabled is self:
+                    return
+
+    def undo(self) -> None:
+        """Put back what was there before; this must be the newest of the model."""
+        for maker in self.makers:
+            maker.remove()
+        self._restore_attention()
+
+    def _restore_attention(self) -> None:
+        for config, attention in self.attention:  # setting that of a config sets those below it, which come later
+            config._attn_implementation = attention
+
+
+class Held(NamedTuple):
+    """Preallocated memory: its cache, room in tokens, what it was made for, and the cache lent to the last call."""
+
+    cache: TurboQuantCache
+    room: int
+    made_for: tuple[Any, ...]
+    lent: "weakref.ref[TurboQuantCache]"
+
+
+class CacheMaker:
+    """Makes the caches of one module that generates."""
+
+    def __init__(self, enabled: Enabled, module: PreTrainedModel, preset: str, options: dict[str, Any]) -> None:
+        self.enabled, self.module, self.preset = enabled, module, preset
+        self.options = dict(options)
+        self.least_room = self.options.pop("max_cache_len", None)
+        self.before = module.__dict__.get(HOOK)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._first: TurboQuantCache | None = None  # empty, of which growing ones are copies
+        self._held: list[Held] = []  # at most one; whoever takes it pops it, so that no two threads do
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without caches: a copy of the model has configs and memory of its own."""
+        return {name: part for name, part in self.__dict__.items() if name not in ("_first", "_held")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def remove(self) -> None:
+        """Give the module back what it had, and the memory free."""
+        if self.before is None:
+            delattr(self.module, HOOK)
+        else:
+            setattr(self.module, HOOK, self.before)
+        self._reset()
+
+    # ----------------------------------------------------------------------------------------------- one call
+
+    def prepare(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: str | None,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', with a TurboQuantCache where that makes a DynamicCache because nothing else was asked for.
+
+        max_cache_length: tokens that the call may cache, per sequence
+        """
+        given = model_kwargs.get("past_key_values")
+        call = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args)
+        result = self._transformers_own()(*call, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        pair = made if isinstance(made, EncoderDecoderCache) else None
+        own = made if pair is None else pair.self_attention_cache
+        asked = given is not None or generation_config.cache_implementation is not None
+        if asked or type(own) is not DynamicCache:
+            return result
+        cache = None
+        if pair is None and self._may_compile(generation_config, generation_mode):
+            sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            cache = self._preallocated(sequences, most, generation_config)
+        cache = copy.deepcopy(self.first()) if cache is None else cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache if pair is None else type(pair)(cache, pair.cross_attention_cache)
+        return result
+
+    def _transformers_own(self) -> Any:
+        if self.before is not None and _maker(self.before) is None:  # somebody else's attribute
+            return self.before
+        return functools.partial(getattr(type(self.module), HOOK), self.module)
+
+    def first(self) -> TurboQuantCache:
+        """An empty growing cache, made once; raises what `TurboQuantCache` raises."""
+        if self._first is None:
+            self._first = self._make(None)
+        return self._first
+
+    def _make(self, room: int | None) -> TurboQuantCache:
+        return TurboQuantCache(self.module.config, self.preset, max_cache_len=room, **self.options)
+
+    # ------------------------------------------------------------------------------------- preallocated memory
+
+    def _may_compile(self, generation_config: Any, generation_mode: str | None) -> bool:
+        """Whether the call and the model allow compiled steps; what is left is asked of transformers."""
+        module, first = self.module, self.first()
+        devices = set((getattr(module, "hf_device_map", None) or {}).values())
+        return (
+            generation_mode in COMPILED_MODES
+            and module._can_compile_fullgraph
+            and not module.config.is_encoder_decoder
+            # What is returned may be continued, as far as nobody said how far.
+            and not (generation_config.return_dict_in_generate and self.least_room is None)
+            and not generation_config.is_assistant
+            and not generation_config.prefill_chunk_size  # whose chunks would be compiled
+            and all(plan.kind in COMPILED_KINDS and plan.packable for plan in first.plans)
+            and not first.offloading
+            and self.options.get("residual_length", 0) % BLOCK_TOKENS == 0
+            and len(devices) <= 1
+            and not hasattr(module, "_hf_hook")
+            and getattr(module, "_device_mesh", None) is None
+        )
+
+    def _preallocated(self, sequences: int, most: int, generation_config: Any) -> TurboQuantCache | None:
+        """A cache with room for so many tokens, in the memory of the last call where it fits; None: no compiled steps.
+
+        What is lent is a twin of the cache held, over the same layers: while anybody has it, as a user may who was
+        given it, its memory is not used again.
+        """
+        try:
+            held: Held | None = self._held.pop()
+        except IndexError:
+            held = None
+        made_for = self._made_for(sequences)
+        if held is not None and held.lent() is not None:
+            gc.collect()  # a compilation leaves cycles that nobody needs, with the cache in them
+        if held is not None and (held.made_for != made_for or held.lent() is not None):
+            held = None
+        most = max(most, self.least_room or 0)
+        if held is None or held.room < most:
+            room = self._room(most, 0 if held is None else held.room)
+            cache = self._make(room)
+        else:
+            room, cache = held.room, held.cache
+            cache.reset()
+        lent = copy.copy(cache)
+        if not self.module._valid_auto_compile_criteria({"past_key_values": lent}, generation_config):
+            return None
+        self._held[:] = [Held(cache, room, made_for, weakref.ref(lent))]
+        return lent
+
+    def _made_for(self, sequences: int) -> tuple[Any, ...]:
+        """What memory must have been made for to be used again; tensors made in inference mode cannot leave it."""
+        device = self.module.device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return sequences, device, self.module.dtype, autocast, torch.is_inference_mode_enabled()
+
+    def _room(self, most: int, before: int) -> int:
+        """Tokens of room for at least `most`: up to a multiple of 1,024, and of a thirty-second of it.
+
+        Where `before` was too little, half as much again, so that a growing conversation compiles few times.
+        """
+        longest = getattr(decoder_config(self.module.config), "max_position_embeddings", None) or before * 2
+        most = max(most, min(before * 3 // 2, longest))
+        step = max(LEAST_ROOM, 1 << max(most.bit_length() - 6, 0))
+        return -(-most // step) * step
+
+
+def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabled:
+    """From now on `model.generate()` uses a `TurboQuantCache`, and so does whatever calls it (pipelines, chat loops).
+
+    model:   a transformers model that generates; of one that contains others that generate, these, too
+    preset, options: as those of `TurboQuantCache`.  `max_cache_len` is the least room that is preallocated: give it
+             where the longest call is known, and nothing is ever compiled twice
+
+    The model's attention becomes "turboquant".  A cache, `use_cache=False` or a `cache_implementation` that a call is
+    given wins.  `with tq_cache.enable(model): ...` undoes it at the end, `tq_cache.disable(model)` at any time; enabled
+    twice, the newest counts.
+
+    Greedy search and sampling on one GPU, by a model that transformers compiles in one graph, run compiled steps on
+    preallocated memory, kept for the next call of the same batch size that fits.  All else (beams, assisted decoding,
+    chunked prefill, `disable_compile=True`, encoder-decoders, linear or sparse attention, several devices, a
+    residual_length that is no multiple of 64, or a cache that is returned (`return_dict_in_generate`) where no
+    max_cache_len is given) runs on a cache that grows.
+
+    Raises TypeError unless the model is transformers' own and generates, NotImplementedError where its caches are of a
+    kind of its own, and what `TurboQuantCache` raises; nothing has changed then.  Warns where the model has an
+    attention of its own, which cannot read packed bits.
+    """
+    _check(model)
+    return Enabled(model, preset, options)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undo every `enable` of this model: its caches and its attention are what they were.  Else does nothing."""
+    for enabled in _stack(model):
+        enabled.undo()
+
+
+def _check(model: Any) -> None:
+    """Raise unless the model generates with caches of transformers."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(
+            f"expected a transformers model that generates (AutoModelForCausalLM, ...), got {type(model).__name__}; "
+            "of a wrapper (PEFT, DDP, torch.compile) give the model inside: get_base_model(), .module, ._orig_mod"
+        )
+    takes = inspect.signature(getattr(type(model), HOOK)).parameters
+    if "model_kwargs" not in takes or not model._supports_default_dynamic_cache():
+        raise NotImplementedError(
+            f"{type(model).__name__} makes caches of its own in generate(), which cannot be replaced; see whether it "
+            "takes past_key_values=TurboQuantCache(model.config)"
+        )
+
+
+def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model, and models in it whose `generate()` it may call."""
+    inside = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x.can_generate()]
+    return [model, *[module for module in inside if module is not model]]
+
+
+def _maker(hook: Any) -> CacheMaker | None:
+    maker = getattr(hook, "__self__", None)
+    return maker if isinstance(maker, CacheMaker) else None
+
+
+def _stack(model: Any) -> list[Enabled]:
+    """What enabled this model, the newest first."""
+    found, hook = [], getattr(model, "__dict__", {}).get(HOOK)
+    while (maker := _maker(hook)) is not None:
+        found.append(maker.enabled)
+        hook = maker.before
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+def _attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """Every config of the model and its parts with its attention, those above others first."""
+    found: dict[int, PreTrainedConfig] = {}
+    left = deque([model.config, *[x.config for x in model.modules() if isinstance(x, PreTrainedModel)]])
+    while left:
+        config = left.popleft()
+        if id(config) not in found:
+            found[id(config)] = config
+            left.extend(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)
+    return [(config, config._attn_implementation) for config in found.values()]
+
+
+def _set_attention(model: PreTrainedModel) -> None:
+    """`attn_implementation="turboquant"`, or one warning that says why not."""
+    settable = any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel))
+    if settable and not set(layer_kinds(decoder_config(model.config))) & set(BLOCK_SPARSE):
+        model.set_attn_implementation(ATTENTION_NAME)
+    if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
+        warnings.warn(
+            f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all "
+            "its keys and values dequantised at every step.  Memory is saved between layers and steps, but a step is "
+            "slower than with a 16-bit cache, the more so the longer the text",
+            stacklevel=4,
+        )
