@@ -172,7 +172,7 @@ class CacheMaker:
             and not generation_config.is_assistant
             and not generation_config.prefill_chunk_size  # whose chunks would be compiled
             and all(plan.kind in COMPILED_KINDS and plan.packable for plan in first.plans)
-            and not first.offloading
+            and not self.options.get("offloading")
             and self.options.get("residual_length", 0) % BLOCK_TOKENS == 0
             and len(devices) <= 1
             and not hasattr(module, "_hf_hook")
