@@ -1,0 +1,39 @@
+"""Which of a model's KV heads this process holds.
+
+Tensor parallelism gives attention a share of the heads and tells a cache nothing.  What transformers does (5.17 to 5.23,
+`distributed/`): projections of keys and values are cut evenly, in the order of ranks, and where there are further
+dimensions (pipeline, FSDP) tensor parallelism is the innermost of the mesh, over the ranks of the default group:
+
+    rank               0  1  2  3  4  5  6  7       a mesh (pp 2, tp 4), 8 KV heads
+    first KV head      0  2  4  6  0  2  4  6       = rank % (total // held) * held
+
+So the number of heads that an update brings says all that is needed; no mesh is asked for.
+"""
+
+import torch
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process among all, and how many there are; 0 and 1 without torch.distributed."""
+    dist = torch.distributed
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def share_of_heads(total: int, held: int, what: str) -> slice:
+    """Which of `total` KV heads are the `held` ones of this process: all of them, or its share by tensor parallelism.
+
+    what: what has a row per KV head, for the error: "a scale of keys"
+
+    Raises ValueError where `held` heads cannot be a share of `total` among the processes there are.
+    """
+    rank, world = rank_and_world()
+    if held == total:
+        return slice(0, total)
+    if held < 1 or total < 1 or total % held or world % (total // held):
+        processes = "one process" if world == 1 else f"{world} processes"
+        raise ValueError(
+            f"expected {what} for {held} KV heads, as this process has them, or for as many as its share is of, "
+            f"got {total}, with {processes}; give one for every KV head of the model"
+        )
+    first = rank % (total // held) * held
+    return slice(first, first + held)
