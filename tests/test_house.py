@@ -15,7 +15,19 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_kernels": ROOT / "kernels/tq_kernels"}
 
 # Rooms of tq_cache, the ground first: each may import itself and what stands before it.
-ORDER = ("compat", "parallel", "formats", "backends", "storage", "planning", "checkpoint", "hf", "report", "cache", "tools")
+ORDER = (
+    "compat",
+    "parallel",
+    "formats",
+    "backends",
+    "storage",
+    "planning",
+    "checkpoint",
+    "hf",
+    "report",
+    "cache",
+    "tools",
+)
 
 
 def modules(package: str) -> dict[str, Path]:

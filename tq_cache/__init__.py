@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .cache import TurboQuantCache
 from .formats.presets import FORMATS, PRESETS
 from .hf.attention import turboquant_attention
+from .hf.caller import ATTENTION_NAME
 from .hf.dense import densify_kv_b_proj
-from .hf.layers import ATTENTION_NAME
 from .hf.masks import turboquant_mask
 from .report import CacheReport
 

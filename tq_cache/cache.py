@@ -13,6 +13,7 @@ from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import EXACT, Preset, resolve_preset
+from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
 from .planning.geometry import latent_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
@@ -106,10 +107,11 @@ class TurboQuantCache(DynamicCache):
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
+        caller = Caller(self.config)
         for plan in self.plans:
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan, residual_length, sink_tokens, backend)
-                layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
+                layer = packed_layer(plan.kind, storage, caller, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer

@@ -1,7 +1,7 @@
 """Which of a model's KV heads this process holds.
 
-Tensor parallelism gives attention a share of the heads and tells a cache nothing.  What transformers does (5.17 to 5.23,
-`distributed/`): projections of keys and values are cut evenly, in the order of ranks, and where there are further
+Tensor parallelism gives attention a share of the heads and tells a cache nothing.  What transformers does (5.17 to
+5.23, `distributed/`): projections of keys and values are cut evenly, in the order of ranks, and where there are further
 dimensions (pipeline, FSDP) tensor parallelism is the innermost of the mesh, over the ranks of the default group:
 
     rank               0  1  2  3  4  5  6  7       a mesh (pp 2, tp 4), 8 KV heads

@@ -18,7 +18,10 @@ class Absorption(NamedTuple):
 
 
 def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
-    """What is behind records of keys and values, if they are those of `expand_kv`, untouched; else None."""
+    """What is behind records of keys and values, if they are those of `expand_kv`, untouched; else None.
+
+    Attention asks, so the layer's caller is "turboquant".
+    """
     if not (isinstance(key, Joined) and isinstance(value, Part)) or key._made is not None or len(key.slots) != 2:
         return None
     (first, middle, nope), (second, last, shared) = key.slots
@@ -28,6 +31,8 @@ def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
     halves = (nope.start, nope.end, value.start, value.end) == (0, middle, middle, value.whole.shape[3])
     if not joined or not halves or shared.update is not key.update or query.shape[1] != key.shape[1]:
         return None
+    if not torch.compiler.is_compiling():
+        key.update.layer.caller.seen = True
     weight = value.whole.rows.projected.weight
     return Absorption(key.update, KVProjection(weight.view(key.shape[1], -1, weight.shape[1]), middle))
 

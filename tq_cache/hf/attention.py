@@ -14,6 +14,7 @@ from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
 from .absorbed import absorption, attend_absorbed, expand
+from .caller import borrowed, is_lent
 from .graph_ops import PreallocatedHandle, attend_handle
 from .handles import paired_view, plain
 from .latent import plain_record
@@ -58,7 +59,7 @@ def turboquant_attention(
         if out is not None:
             return _output(out)
         key, value = expand(found)
-    key, value = plain_record(key), plain_record(value)
+    key, value = outside_graph(borrowed, key, value) if is_lent(key) else (plain_record(key), plain_record(value))
     mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
