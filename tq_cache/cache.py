@@ -10,12 +10,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .backends import backend_for, check_backend
-from .checkpoint.scales import GivenScale, resolve_scales
+from .checkpoint.scales import GivenScale, check_scales, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
-from .planning.geometry import latent_layers
+from .planning.geometry import kv_heads, latent_layers
 from .planning.layers import PACKABLE, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
@@ -54,8 +54,9 @@ class TurboQuantCache(DynamicCache):
     smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1; None:
                      as the preset
     k_scale:         scale of float8 keys, latents and rotary keys: a number, or a tensor with one element or one per KV
-                     head; or a list of such, one per layer.  Without it, that of the checkpoint if it ships one, else
-                     measured.  Layers of other formats take none
+                     head of the model, of which each process takes those of its share; or a list of such, one per
+                     layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other formats
+                     take none
     v_scale:         likewise, of float8 values; for layers that cache latents none, or k_scale
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
                      CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
@@ -120,6 +121,7 @@ class TurboQuantCache(DynamicCache):
     def _make_storage(self, plan: LayerPlan, residual_length: int, sink_tokens: int, backend: str) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
+        check_scales(given, kv_heads(self.config)[plan.index] if given else 0)
         length = self._max_cache_len
         preset, newest, sinks = plan.preset, residual_length, sink_tokens
         if preset is None:
@@ -165,8 +167,29 @@ class TurboQuantCache(DynamicCache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens held by a layer; of one that pipeline parallelism gave to another process, those of one that is here.
+
+        An int, or of preallocated layers an int64 tensor on the device.
+        """
+        return super().get_seq_length(self._one_that_is_here(layer_idx, of_its_kind=False))
+
+    def _one_that_is_here(self, layer_idx: int, of_its_kind: bool) -> int:
+        """This layer, or where it was never updated one that was: models ask the first, whatever stage they are."""
+        if not 0 <= layer_idx < len(self.layers) or getattr(self.layers[layer_idx], "is_initialized", False):
+            return layer_idx
+        kind = self.plans[layer_idx].kind
+        for other in self.plans:  # its own kind first: the memory of others may be bounded
+            if other.kind == kind and getattr(self.layers[other.index], "is_initialized", False):
+                return other.index
+        for other in self.plans:
+            if not of_its_kind and getattr(self.layers[other.index], "is_initialized", False):
+                return other.index
+        return layer_idx
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
+        layer_idx = self._one_that_is_here(layer_idx, of_its_kind=True)
         if query_length == 1 and self._max_cache_len is not None:
             for layer in self.layers:
                 if isinstance(layer, PreallocatedLayer):
@@ -200,7 +223,7 @@ class TurboQuantCache(DynamicCache):
 
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
-        return make_report(self.preset, self.plans, self.layers, self.scales)
+        return make_report(self.preset, self.plans, self.layers, self.scales, kv_heads(self.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later

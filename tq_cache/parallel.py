@@ -22,7 +22,7 @@ def rank_and_world() -> tuple[int, int]:
 def share_of_heads(total: int, held: int, what: str) -> slice:
     """Which of `total` KV heads are the `held` ones of this process: all of them, or its share by tensor parallelism.
 
-    what: what has a row per KV head, for the error: "a scale of keys"
+    what: what there is one of per KV head, in the plural, for the error: "scales of keys"
 
     Raises ValueError where `held` heads cannot be a share of `total` among the processes there are.
     """
@@ -32,8 +32,8 @@ def share_of_heads(total: int, held: int, what: str) -> slice:
     if held < 1 or total < 1 or total % held or world % (total // held):
         processes = "one process" if world == 1 else f"{world} processes"
         raise ValueError(
-            f"expected {what} for {held} KV heads, as this process has them, or for as many as its share is of, "
-            f"got {total}, with {processes}; give one for every KV head of the model"
+            f"expected {what} for the {held} KV heads of this process, or for all of the model, got {total}, of which "
+            f"{held} cannot be a share with {processes}"
         )
     first = rank % (total // held) * held
     return slice(first, first + held)

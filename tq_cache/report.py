@@ -10,6 +10,7 @@ import torch
 from .checkpoint.scales import RoleScales
 from .formats.presets import Preset, Role
 from .hf.layers import PackedLayer
+from .parallel import rank_and_world
 from .planning.layers import LayerPlan
 
 
@@ -17,7 +18,8 @@ from .planning.layers import LayerPlan
 class LayerReport:
     """One layer: what it is `stored` as (and why, where that is not the cache's preset), `tokens` it holds, `nbytes` of
     all its tensors, `bytes_16bit` the same keys and values would take.  `path` says how attention last read it, and
-    why, where latents are cached."""
+    why, where latents are cached; `share`, with several processes, which of the model's KV heads are in this one, which
+    alone all figures are of: "2 of 8 KV heads", or "whole on every rank"."""
 
     index: int
     kind: str
@@ -26,6 +28,7 @@ class LayerReport:
     nbytes: int
     bytes_16bit: int
     path: str = ""
+    share: str = ""
 
     @property
     def bits_per_element(self) -> float:
@@ -60,13 +63,14 @@ class CacheReport:
         from rich.table import Table
 
         table = Table(title=f"TurboQuantCache, preset {self.preset}")
-        paths = ["attention"] if any(layer.path for layer in self.layers) else []
-        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element", *paths):
-            table.add_column(heading, justify="left" if heading in ("kind", "stored as", "attention") else "right")
-        for layer in self.layers:
+        more = {"attention": [layer.path for layer in self.layers], "this rank": [layer.share for layer in self.layers]}
+        more = {heading: texts for heading, texts in more.items() if any(texts)}
+        for heading in ("layer", "kind", "stored as", "tokens", "bytes", "16-bit bytes", "bits/element", *more):
+            table.add_column(heading, justify="left" if heading in ("kind", "stored as", *more) else "right")
+        for layer, *texts in zip(self.layers, *more.values(), strict=True):
             table.add_row(
                 *[str(layer.index), layer.kind, layer.stored, f"{layer.tokens:,}", f"{layer.nbytes:,}"],
-                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *([layer.path] if paths else [])],
+                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *texts],
             )
         table.add_section()
         table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", f"{self.nbytes:,}", f"{self.bytes_16bit:,}")
@@ -79,28 +83,42 @@ class CacheReport:
 
 
 def make_report(
-    preset: Preset, plans: Sequence[LayerPlan], layers: Sequence[Any], scales: Mapping[Role, RoleScales]
+    preset: Preset,
+    plans: Sequence[LayerPlan],
+    layers: Sequence[Any],
+    scales: Mapping[Role, RoleScales],
+    heads: Mapping[int, int],
 ) -> CacheReport:
-    """The report of a cache's layers, their plans, and their float8 scales by role."""
-    reports = [_layer_report(plan, layer) for plan, layer in zip(plans, layers, strict=True)]
+    """The report of a cache's layers, their plans, their float8 scales by role, and the model's KV heads by layer."""
+    reports = [_layer_report(plan, layer, heads.get(plan.index)) for plan, layer in zip(plans, layers, strict=True)]
     return CacheReport(preset.name, reports, tuple(scales.values()))
 
 
-def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
+def _layer_report(plan: LayerPlan, layer: Any, heads: int | None) -> LayerReport:
     if isinstance(layer, PackedLayer):
         stored = f"{layer.storage.dtype or '-'}".removeprefix("torch.")
         if plan.preset is not None:
             first, second = ("latent", "rotary") if plan.latent else ("K", "V")
             stored = f"{first} {plan.preset.key.name}, {second} {plan.preset.value.name}"
         tokens, elements = layer.storage.length, layer.storage.num_elements
+        held = None if layer.storage.newest is None else layer.storage.newest[0].shape[1]
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
         stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
+        held = exact[0].shape[1] if tokens else None
     stored = f"{stored} ({plan.reason})" if plan.reason else stored
     path = getattr(layer, "path", "")
-    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path)
+    share = _share(held, heads) if held is not None and heads is not None else ""
+    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path, share)
+
+
+def _share(held: int, heads: int) -> str:
+    """Which of a model's KV heads are here, where there are several processes."""
+    if rank_and_world()[1] == 1:
+        return ""
+    return f"{held} of {heads} KV heads" if held < heads else "whole on every rank"
 
 
 def held_bytes(layer: Any) -> int:

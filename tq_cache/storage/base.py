@@ -27,7 +27,8 @@ class LayerStorage(ABC):
     residual_length: the newest so many tokens stay in the model's dtype, and those that do not fill a block yet
     sink_tokens:     so many first tokens, too
     backend:         who computes, see `backends`
-    given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
+    given_scales:    float8 scales that are not measured, by role, [1] or one per KV head of the model, of which
+                     tensor parallelism leaves this layer a share
 
     Operations other than `append` move bits: no token is ever quantised twice.
     """
