@@ -10,6 +10,8 @@ dimensions (pipeline, FSDP) tensor parallelism is the innermost of the mesh, ove
 So the number of heads that an update brings says all that is needed; no mesh is asked for.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -37,3 +39,16 @@ def share_of_heads(total: int, held: int, what: str) -> slice:
         )
     first = rank % (total // held) * held
     return slice(first, first + held)
+
+
+def group_of_rows(weight: Any, rows: int) -> Any:
+    """The process group among which the rows of a parameter are cut, of which this process multiplies by `rows`.
+
+    transformers keeps what it has cut as a DTensor, which knows its mesh; None: the rows are all here.
+    """
+    mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
+    if mesh is None or weight.shape[0] == rows:
+        return None
+    sizes = {dim: mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard(0)}
+    cut = [dim for dim, size in sizes.items() if size * rows == weight.shape[0]]
+    return mesh.get_group(cut[-1]) if cut else None

@@ -7,6 +7,7 @@ import torch
 from ..backends import choose_backend
 from ..backends.latents import KVProjection, attend_expanded
 from ..backends.masks import with_indices
+from ..parallel import group_of_rows
 from .latent import Joined, Part, Shared, Update
 
 
@@ -38,6 +39,7 @@ def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
 
 
 def attend_absorbed(
+    module: torch.nn.Module,
     query: torch.Tensor,
     found: Absorption,
     mask: torch.Tensor | None,
@@ -54,8 +56,11 @@ def attend_absorbed(
         return _attend_preallocated(query, found, mask, indices, options)
     view = update.view
     assert view is not None
-    if view.observe is not None:
-        view.observe(query, mask, projection.content)
+    if view.observe is not None:  # latents are whole on every process, so they are packed by the queries of all heads
+        group = group_of_rows(
+            getattr(getattr(module, "kv_b_proj", None), "weight", None), projection.weight.shape[:2].numel()
+        )
+        view.observe(query, mask, projection.content, group)
     few = projection.absorbs(query.shape[2], query.shape[3] - projection.nope)
     if view.is_exact and torch.is_grad_enabled() and query.requires_grad:  # the operations have no backward pass
         update.layer.path = "expanded: gradients"

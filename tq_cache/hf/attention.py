@@ -55,7 +55,7 @@ def turboquant_attention(
     found = absorption(query, key, value)
     if found is not None and bias is None:
         options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
-        out = attend_absorbed(query, found, attention_mask, indices, options)
+        out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
         key, value = expand(found)

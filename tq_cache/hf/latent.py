@@ -126,6 +126,9 @@ class Record:
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self.update.like)
 
+    def dim(self) -> int:  # tensor parallelism asks what kv_b_proj gave
+        return len(self.shape)
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where that changes nothing: hooks of accelerate, and adapters, ask for what is there."""
         if len(args) == 1 and set(kwargs) <= {"non_blocking"}:

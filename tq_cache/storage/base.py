@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -127,13 +128,14 @@ class LayerStorage(ABC):
         query: torch.Tensor | None,
         mask: torch.Tensor | None,
         into_keys: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        group: Any = None,
     ) -> None:
         """See `KVView.observe`; `view` is what the update gave."""
         newest = self.newest
         if self.first_tokens.done or newest is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length, into_keys)
+            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length, into_keys, group)
             self._observed(view)
 
     @property
