@@ -16,7 +16,7 @@ from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
 from .planning.geometry import kv_heads, latent_layers
-from .planning.layers import PACKABLE, LayerPlan, plan_layers
+from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .storage.base import LayerStorage, round_up
 from .storage.growing import UNLIMITED, GrowingStorage
@@ -175,17 +175,23 @@ class TurboQuantCache(DynamicCache):
         return super().get_seq_length(self._one_that_is_here(layer_idx, of_its_kind=False))
 
     def _one_that_is_here(self, layer_idx: int, of_its_kind: bool) -> int:
-        """This layer, or where it was never updated one that was: models ask the first, whatever stage they are."""
-        if not 0 <= layer_idx < len(self.layers) or getattr(self.layers[layer_idx], "is_initialized", False):
+        """This layer, or where it was never updated a later one that was.
+
+        Models ask the first layer (of a kind), whatever stage of pipeline parallelism they are.  Earlier ones may have
+        been updated in this forward.
+        """
+        if not 0 <= layer_idx < len(self.layers) or self._is_here(self.plans[layer_idx]):
             return layer_idx
         kind = self.plans[layer_idx].kind
-        for other in self.plans:  # its own kind first: the memory of others may be bounded
-            if other.kind == kind and getattr(self.layers[other.index], "is_initialized", False):
-                return other.index
-        for other in self.plans:
-            if not of_its_kind and getattr(self.layers[other.index], "is_initialized", False):
-                return other.index
+        later = [plan for plan in self.plans[layer_idx + 1 :] if self._is_here(plan)]
+        same = [plan for plan in later if plan.kind == kind]
+        if same or (later and not of_its_kind):
+            return (same or later)[0].index
         return layer_idx
+
+    def _is_here(self, plan: LayerPlan) -> bool:
+        """Whether a layer was given keys and values."""
+        return plan.kind not in WITHOUT_KV and getattr(self.layers[plan.index], "is_initialized", False)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
