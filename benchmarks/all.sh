@@ -4,7 +4,7 @@
 #     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate longest ...]
 #
 # The tests take 3 to 4 minutes on one H200 with 16 cores, decode 5, generate 15, the others 1 each; latent and
-# latent_step have not run there yet.
+# latent_step have not run there yet.  Beside these: parallel, on two GPUs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -36,8 +36,12 @@ for part in "${@:-tests decode latent latent_step preallocated quantise prefill 
                 --eager DynamicCache 4bit_nc tq3 fp8_e4m3 --out "$folder/generate_prefill.json"
             ;;
         longest) run longest benchmarks/longest_context.py --out "$folder/longest_context_h200.json" ;;
+        parallel) # on two GPUs
+            run parallel_tests -m pytest -m gpu -p no:cacheprovider -rfE tests/gpu/test_parallel.py
+            run parallel benchmarks/parallel.py --out "$folder/parallel_h200.json"
+            ;;
         *)
-            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate or longest," \
+            echo "expected tests, decode, latent, latent_step, preallocated, quantise, prefill, generate, longest or parallel," \
                 "got $name" && exit 2
             ;;
         esac

@@ -5,8 +5,10 @@ What two GPUs do with it is in tests/gpu.
 
 import pytest
 import torch
+import torch._dynamo.utils
 from accelerate import cpu_offload, dispatch_model
 from architectures import build
+from transformers import CompileConfig
 
 from tq_cache import PRESETS, TurboQuantCache
 
@@ -98,3 +100,18 @@ def test_ways_to_generate(kind, way, tmp_path):
 def test_the_cache_is_not_moved_by_hooks():
     """Hooks move what has a method `to` from device to device; a cache must not have one."""
     assert not hasattr(TurboQuantCache, "to")
+
+
+@pytest.mark.slow
+def test_compiled_steps_break_at_every_hook_and_answer_alike(tmp_path):
+    """README "Several GPUs" says so: without hooks a step is one graph."""
+    breaks, expected = {}, generated(build("llama", "turboquant"), "tq4", 256)
+    for kind in ("none", "hooks"):
+        model = build("llama", "turboquant") if kind == "none" else dispatched(kind, tmp_path)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        config = CompileConfig(fullgraph=False, backend="eager", mode=None)
+        config._compile_all_devices = True
+        assert_equal(generated(model, "tq4", 256, compile_config=config, disable_compile=False), expected)
+        breaks[kind] = sum(torch._dynamo.utils.counters["graph_break"].values())
+    assert breaks["none"] == 0 < breaks["hooks"]

@@ -1,4 +1,5 @@
-"""Several processes on one machine, joined by gloo: forked, so that nothing is imported again."""
+"""Several processes on one machine: on the CPU joined by gloo and forked, so that nothing is imported again, else
+spawned with a GPU each."""
 
 import os
 import socket
@@ -21,9 +22,9 @@ def run(function: Callable[..., Any], folder: Path, *args: Any, world: int = 2) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    fork = torch.multiprocessing.get_context("fork")
+    context: Any = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     processes = [
-        fork.Process(target=_one, args=(rank, world, port, folder / f"rank{rank}.pt", function, args), daemon=True)
+        context.Process(target=_one, args=(rank, world, port, folder / f"rank{rank}.pt", function, args), daemon=True)
         for rank in range(world)
     ]
     for process in processes:
@@ -45,7 +46,8 @@ def _one(rank: int, world: int, port: int, file: Path, function: Callable[..., A
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.save(f"rank {rank} did not end", file)
     try:
-        torch.distributed.init_process_group("gloo")
+        if not torch.cuda.is_available():  # else by transformers, with a device of its own
+            torch.distributed.init_process_group("gloo")
         torch.save((function(*args),), file)
     except BaseException:
         torch.save(traceback.format_exc(), file)
