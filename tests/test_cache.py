@@ -137,7 +137,7 @@ def test_offload_and_prefetch_keep_everything():
 def test_deepcopy_is_independent_but_shares_the_config():
     cache = filled(TurboQuantCache(llama_config(), residual_length=16), 200)
     twin = copy.deepcopy(cache)
-    assert twin.config is cache.config and twin.layers[2].config is cache.config
+    assert twin.config is cache.config and twin.layers[2].caller.config is cache.config
     before = cache.layers[2].keys.clone()
     filled(twin, 40, seed=1)
     assert torch.equal(cache.layers[2].keys, before) and twin.get_seq_length() == 240

@@ -18,8 +18,8 @@ from .cache import TurboQuantCache
 from .formats.presets import FORMATS, PRESETS
 from .generation import Enabled, disable, enable
 from .hf.attention import turboquant_attention
+from .hf.caller import ATTENTION_NAME
 from .hf.dense import densify_kv_b_proj
-from .hf.layers import ATTENTION_NAME
 from .hf.masks import turboquant_mask
 from .report import CacheReport
 from .saving.folder import CacheFileError

@@ -11,19 +11,13 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .backends import backend_for, check_backend
-from .checkpoint.scales import GivenScale, resolve_scales
-from .compat import (
-    RESET_KEEPS_LENGTH,
-    decoder_config,
-    exporting,
-    layer_kinds,
-    length_after_crop,
-    own_layers,
-)
+from .checkpoint.scales import GivenScale, check_scales, resolve_scales
+from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import EXACT, Preset, resolve_preset
+from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
-from .planning.geometry import latent_layers, unpackable_layers
-from .planning.layers import PACKABLE, LayerPlan, plan_layers
+from .planning.geometry import kv_heads, latent_layers, unpackable_layers
+from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
@@ -65,8 +59,9 @@ class TurboQuantCache(Saveable, DynamicCache):
     smooth:          exponent of channel smoothing of keys, by their size over that of the queries, 0 (off) to 1; None:
                      as the preset
     k_scale:         scale of float8 keys, latents and rotary keys: a number, or a tensor with one element or one per KV
-                     head; or a list of such, one per layer.  Without it, that of the checkpoint if it ships one, else
-                     measured.  Layers of other formats take none
+                     head of the model, of which each process takes those of its share; or a list of such, one per
+                     layer.  Without it, that of the checkpoint if it ships one, else measured.  Layers of other formats
+                     take none
     v_scale:         likewise, of float8 values; for layers that cache latents none, or k_scale
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
                      CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
@@ -135,10 +130,11 @@ class TurboQuantCache(Saveable, DynamicCache):
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
+        caller = Caller(self.config)
         for plan in self.plans:
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan)
-                layer = packed_layer(plan.kind, storage, self.config, layers[plan.index])
+                layer = packed_layer(plan.kind, storage, caller, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer
@@ -157,6 +153,7 @@ class TurboQuantCache(Saveable, DynamicCache):
     def _make_storage(self, plan: LayerPlan) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
+        check_scales(given, kv_heads(self.config)[plan.index] if given else 0)
         length = self._max_cache_len
         preset, newest, sinks, backend = plan.preset, self._newest, self._sinks, self._backend
         if preset is None:
@@ -234,8 +231,36 @@ class TurboQuantCache(Saveable, DynamicCache):
             self._meet_widths(layer_idx, key_states.shape[3], value_states.shape[3])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens held by a layer; of one that pipeline parallelism gave to another process, those of one that is here.
+
+        An int, or of preallocated layers an int64 tensor on the device.
+        """
+        return super().get_seq_length(self._one_that_is_here(layer_idx, of_its_kind=False))
+
+    def _one_that_is_here(self, layer_idx: int, of_its_kind: bool) -> int:
+        """This layer, or where it was never updated a later one that was.
+
+        Models ask the first layer (of a kind), whatever stage of pipeline parallelism they are.  Earlier ones may have
+        been updated in this forward.
+        """
+        if not 0 <= layer_idx < len(self.layers) or self._is_here(self.plans[layer_idx]):
+            return layer_idx
+        kind = self.plans[layer_idx].kind
+        later = [plan for plan in self.plans[layer_idx + 1 :] if self._is_here(plan)]
+        same = [plan for plan in later if plan.kind == kind]
+        if same or (later and not of_its_kind):
+            return (same or later)[0].index
+        return layer_idx
+
+    def _is_here(self, plan: LayerPlan) -> bool:
+        """Whether a layer was given keys and values."""
+        loaded = plan.index in self._unplaced
+        return plan.kind not in WITHOUT_KV and (loaded or getattr(self.layers[plan.index], "is_initialized", False))
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
+        layer_idx = self._one_that_is_here(layer_idx, of_its_kind=True)
         if query_length == 1 and self._max_cache_len is not None:
             for layer in self.layers:
                 if isinstance(layer, PreallocatedLayer):
@@ -280,7 +305,7 @@ class TurboQuantCache(Saveable, DynamicCache):
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
         slots = self._turns.nbytes if self._turns else 0
-        return make_report(self.preset, self.plans, self.layers, self.scales, slots)
+        return make_report(self.preset, self.plans, self.layers, self.scales, kv_heads(self.config), slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later

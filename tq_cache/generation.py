@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from .cache import TurboQuantCache
 from .compat import decoder_config, layer_kinds
 from .formats.packing import BLOCK_TOKENS
-from .hf.layers import ATTENTION_NAME
+from .hf.caller import ATTENTION_NAME
 from .planning.layers import BLOCK_SPARSE
 
 HOOK = "_prepare_cache_for_generation"

@@ -10,6 +10,8 @@ dimensions (pipeline, FSDP) tensor parallelism is the innermost of the mesh, ove
 So the number of heads that an update brings says all that is needed; no mesh is asked for.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -22,7 +24,7 @@ def rank_and_world() -> tuple[int, int]:
 def share_of_heads(total: int, held: int, what: str) -> slice:
     """Which of `total` KV heads are the `held` ones of this process: all of them, or its share by tensor parallelism.
 
-    what: what has a row per KV head, for the error: "a scale of keys"
+    what: what there is one of per KV head, in the plural, for the error: "scales of keys"
 
     Raises ValueError where `held` heads cannot be a share of `total` among the processes there are.
     """
@@ -32,8 +34,21 @@ def share_of_heads(total: int, held: int, what: str) -> slice:
     if held < 1 or total < 1 or total % held or world % (total // held):
         processes = "one process" if world == 1 else f"{world} processes"
         raise ValueError(
-            f"expected {what} for {held} KV heads, as this process has them, or for as many as its share is of, "
-            f"got {total}, with {processes}; give one for every KV head of the model"
+            f"expected {what} for the {held} KV heads of this process, or for all of the model, got {total}, of which "
+            f"{held} cannot be a share with {processes}"
         )
     first = rank % (total // held) * held
     return slice(first, first + held)
+
+
+def group_of_rows(weight: Any, rows: int) -> Any:
+    """The process group among which the rows of a parameter are cut, of which this process multiplies by `rows`.
+
+    transformers keeps what it has cut as a DTensor, which knows its mesh; None: the rows are all here.
+    """
+    mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
+    if mesh is None or weight.shape[0] == rows:
+        return None
+    sizes = {dim: mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard(0)}
+    cut = [dim for dim, size in sizes.items() if size * rows == weight.shape[0]]
+    return mesh.get_group(cut[-1]) if cut else None

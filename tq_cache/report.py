@@ -10,6 +10,7 @@ import torch
 from .checkpoint.scales import RoleScales
 from .formats.presets import Preset, Role
 from .hf.layers import PackedLayer
+from .parallel import rank_and_world
 from .planning.layers import LayerPlan
 
 
@@ -17,7 +18,9 @@ from .planning.layers import LayerPlan
 class LayerReport:
     """One layer: what it is `stored` as (and why, where that is not the cache's preset), `tokens` it holds, `nbytes` of
     all its tensors, `bytes_16bit` the same keys and values would take.  `path` says how attention last read it, and
-    why, where latents are cached.  `host_nbytes` more are in host memory (`offloading`)."""
+    why, where latents are cached.  `host_nbytes` more are in host memory (`offloading`).  `share`, with several
+    processes, says which of the model's KV heads are in this one, which alone all figures are of: "2 of 8 KV heads", or
+    "whole on every rank"."""
 
     index: int
     kind: str
@@ -27,6 +30,7 @@ class LayerReport:
     bytes_16bit: int
     path: str = ""
     host_nbytes: int = 0
+    share: str = ""
 
     @property
     def bits_per_element(self) -> float:
@@ -72,18 +76,19 @@ class CacheReport:
         from rich.table import Table
 
         table = Table(title=f"TurboQuantCache, preset {self.preset}")
-        paths = ["attention"] if any(layer.path for layer in self.layers) else []
+        more = {"attention": [layer.path for layer in self.layers], "this rank": [layer.share for layer in self.layers]}
+        more = {heading: texts for heading, texts in more.items() if any(texts)}
         hosts = ["on the host"] if self.host_nbytes else []
         for heading in (
             *("layer", "kind", "stored as", "tokens", "bytes", *hosts),
-            *("16-bit bytes", "bits/element", *paths),
+            *("16-bit bytes", "bits/element", *more),
         ):
-            table.add_column(heading, justify="left" if heading in ("kind", "stored as", "attention") else "right")
-        for layer in self.layers:
+            table.add_column(heading, justify="left" if heading in ("kind", "stored as", *more) else "right")
+        for layer, *texts in zip(self.layers, *more.values(), strict=True):
             table.add_row(
                 *[str(layer.index), layer.kind, layer.stored, f"{layer.tokens:,}", f"{layer.nbytes:,}"],
                 *([f"{layer.host_nbytes:,}"] if hosts else []),
-                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *([layer.path] if paths else [])],
+                *[f"{layer.bytes_16bit:,}", f"{layer.bits_per_element:.2f}", *texts],
             )
         table.add_section()
         if hosts:
@@ -103,28 +108,39 @@ def make_report(
     plans: Sequence[LayerPlan],
     layers: Sequence[Any],
     scales: Mapping[Role, RoleScales],
+    heads: Mapping[int, int],
     slot_nbytes: int = 0,
 ) -> CacheReport:
-    """The report of a cache's layers, their plans, their float8 scales by role, and bytes of slots."""
-    reports = [_layer_report(plan, layer) for plan, layer in zip(plans, layers, strict=True)]
+    """The report of a cache's layers, their plans, scales by role, the model's KV heads by layer, bytes of slots."""
+    reports = [_layer_report(plan, layer, heads.get(plan.index)) for plan, layer in zip(plans, layers, strict=True)]
     return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes)
 
 
-def _layer_report(plan: LayerPlan, layer: Any) -> LayerReport:
+def _layer_report(plan: LayerPlan, layer: Any, heads: int | None) -> LayerReport:
     if isinstance(layer, PackedLayer):
         stored = f"{layer.storage.dtype or '-'}".removeprefix("torch.")
         if plan.preset is not None:
             first, second = ("latent", "rotary") if plan.latent else ("K", "V")
             stored = f"{first} {plan.preset.key.name}, {second} {plan.preset.value.name}"
         tokens, elements = layer.storage.length, layer.storage.num_elements
+        held = None if layer.storage.newest is None else layer.storage.newest[0].shape[1]
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
         stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
+        held = exact[0].shape[1] if tokens else None
     stored = f"{stored} ({plan.reason})" if plan.reason else stored
     path, host = getattr(layer, "path", ""), layer.storage.host_nbytes if isinstance(layer, PackedLayer) else 0
-    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path, host)
+    share = _share(held, heads) if held is not None and heads is not None else ""
+    return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path, host, share)
+
+
+def _share(held: int, heads: int) -> str:
+    """Which of a model's KV heads are here, where there are several processes."""
+    if rank_and_world()[1] == 1:
+        return ""
+    return f"{held} of {heads} KV heads" if held < heads else "whole on every rank"
 
 
 def held_bytes(layer: Any) -> int:

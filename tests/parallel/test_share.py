@@ -20,14 +20,16 @@ def at(monkeypatch, rank: int, world: int) -> None:
 ])  # fmt: skip
 def test_share(monkeypatch, rank, world, total, held, first):
     at(monkeypatch, rank, world)
-    assert parallel.share_of_heads(total, held, "a scale") == slice(first, first + held)
+    assert parallel.share_of_heads(total, held, "scales") == slice(first, first + held)
 
 
 @pytest.mark.parametrize(("world", "total", "held"), [(1, 8, 4), (2, 8, 2), (2, 3, 2), (3, 8, 4), (2, 4, 8), (2, 4, 0)])
 def test_what_cannot_be_a_share_raises(monkeypatch, world, total, held):
     at(monkeypatch, 0, world)
-    with pytest.raises(ValueError, match=f"expected a scale for {held} KV heads.* got {total}, with"):
-        parallel.share_of_heads(total, held, "a scale")
+    with pytest.raises(
+        ValueError, match=f"expected scales for the {held} KV heads .* got {total}, of which {held} cannot be a share"
+    ):
+        parallel.share_of_heads(total, held, "scales")
 
 
 def test_without_torch_distributed():

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..formats.presets import Format, Preset, Role
+from ..formats.presets import NOUNS, Format, Preset, Role
 from ..formats.states import Calibration
+from ..parallel import share_of_heads
 from .quantizers import LARGEST, compute_dtype, divisor
 
 # So many tokens say all of a channel's size that they will; the sizes of fewer are trusted in proportion.
@@ -44,13 +45,27 @@ def calibrate_pair(
 ) -> tuple[Calibration, Calibration]:
     """Calibration of keys and of values on the first tokens, [B, H_kv, T, D] each.
 
-    counts: bool [B, 1, T, 1], which tokens count; None: all but padding, as far as it can be told
+    given_scales: as those of `local_scales`, which raises ValueError
+    counts:       bool [B, 1, T, 1], which tokens count; None: all but padding, as far as it can be told
     """
     if counts is None and measures(preset, given_scales):
         counts = not_padding(keys if preset.holds_latents else values)
-    key_scale, value_scale = (given_scales.get(role) for role in preset.roles)
+    scales = local_scales(given_scales, keys.shape[1])
+    key_scale, value_scale = (scales.get(role) for role in preset.roles)
     key = calibrate(keys, preset.key, "key" in preset.center, preset.smooth, counts, key_scale, queries)
     return key, calibrate(values, preset.value, "value" in preset.center, 0.0, counts, value_scale)
+
+
+def local_scales(given: Mapping[Role, torch.Tensor], num_kv_heads: int) -> dict[Role, torch.Tensor]:
+    """Given scales, [1] or one per KV head of the model, as [1] or [num_kv_heads]: those of this process's heads.
+
+    Raises ValueError where their number is neither 1 nor such that these heads can be a share of it.
+    """
+    local = {}
+    for role, scale in given.items():
+        one = scale.numel() == 1
+        local[role] = scale if one else scale[share_of_heads(scale.numel(), num_kv_heads, f"scales of {NOUNS[role]}")]
+    return local
 
 
 def calibrate(

@@ -231,3 +231,15 @@ def _checked(scale: float | torch.Tensor | None, name: str) -> torch.Tensor:
     if not values.numel() or not all(math.isfinite(value) and value > 0 for value in values.tolist()):
         raise ValueError(f"expected scales that are positive and finite, got {values.tolist()} as {name}")
     return values
+
+
+def check_scales(given: Mapping[Role, torch.Tensor], num_kv_heads: int) -> None:
+    """Raise ValueError where a layer is given more scales than the model has KV heads in it, so many by role.
+
+    Fewer may be those of one process's share of the heads, which only its tokens tell.
+    """
+    for role, scale in given.items():
+        if scale.numel() > num_kv_heads:
+            raise ValueError(
+                f"expected 1 or {num_kv_heads} scales of {NOUNS[role]} (KV heads of the model), got {scale.numel()}"
+            )

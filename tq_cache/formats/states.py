@@ -97,7 +97,8 @@ class KVView:
     backend:                who computes on it, see `backends`
     observe:                to be shown the queries [B, H_q, S, D] of the newest tokens and their mask before attention,
                             for which calibration waits, or (None, None) where they are not to be had; None: no need.
-                            A third argument, [B, H_q, S', D] to [B, H_q, S', rank], makes queries of latents of some
+                            A third argument, [B, H_q, S', D] to [B, H_q, S', rank], makes queries of latents of some, a
+                            fourth is the group of processes that have other heads' queries of the same latents
     bring:                  where key and value are in host memory: gives them on the device, to be read at once, see
                             `on_device`; None: they are there
     """

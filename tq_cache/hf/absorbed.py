@@ -7,6 +7,7 @@ import torch
 from ..backends import choose_backend
 from ..backends.latents import KVProjection, attend_expanded
 from ..backends.masks import with_indices
+from ..parallel import group_of_rows
 from .latent import Joined, Part, Shared, Update
 
 
@@ -18,7 +19,10 @@ class Absorption(NamedTuple):
 
 
 def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
-    """What is behind records of keys and values, if they are those of `expand_kv`, untouched; else None."""
+    """What is behind records of keys and values, if they are those of `expand_kv`, untouched; else None.
+
+    Attention asks, so the layer's caller is "turboquant".
+    """
     if not (isinstance(key, Joined) and isinstance(value, Part)) or key._made is not None or len(key.slots) != 2:
         return None
     (first, middle, nope), (second, last, shared) = key.slots
@@ -28,11 +32,14 @@ def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
     halves = (nope.start, nope.end, value.start, value.end) == (0, middle, middle, value.whole.shape[3])
     if not joined or not halves or shared.update is not key.update or query.shape[1] != key.shape[1]:
         return None
+    if not torch.compiler.is_compiling():
+        key.update.layer.caller.seen = True
     weight = value.whole.rows.projected.weight
     return Absorption(key.update, KVProjection(weight.view(key.shape[1], -1, weight.shape[1]), middle))
 
 
 def attend_absorbed(
+    module: torch.nn.Module,
     query: torch.Tensor,
     found: Absorption,
     mask: torch.Tensor | None,
@@ -49,8 +56,11 @@ def attend_absorbed(
         return _attend_preallocated(query, found, mask, indices, options)
     view = update.view
     assert view is not None
-    if view.observe is not None:
-        view.observe(query, mask, projection.content)
+    if view.observe is not None:  # latents are whole on every process, so they are packed by the queries of all heads
+        group = group_of_rows(
+            getattr(getattr(module, "kv_b_proj", None), "weight", None), projection.weight.shape[:2].numel()
+        )
+        view.observe(query, mask, projection.content, group)
     few = projection.absorbs(query.shape[2], query.shape[3] - projection.nope)
     if view.is_exact and torch.is_grad_enabled() and query.requires_grad:  # the operations have no backward pass
         update.layer.path = "expanded: gradients"

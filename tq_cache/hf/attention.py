@@ -14,6 +14,7 @@ from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
 from .absorbed import absorption, attend_absorbed, expand
+from .caller import borrowed, is_lent
 from .graph_ops import PreallocatedHandle, attend_handle
 from .handles import paired_view, plain
 from .latent import plain_record
@@ -54,11 +55,11 @@ def turboquant_attention(
     found = absorption(query, key, value)
     if found is not None and bias is None:
         options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
-        out = attend_absorbed(query, found, attention_mask, indices, options)
+        out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
         key, value = expand(found)
-    key, value = plain_record(key), plain_record(value)
+    key, value = outside_graph(borrowed, key, value) if is_lent(key) else (plain_record(key), plain_record(value))
     mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)

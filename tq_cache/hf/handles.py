@@ -13,15 +13,22 @@ from torch.utils._pytree import tree_map
 from ..backends import choose_backend
 from ..formats.presets import Role
 from ..formats.states import KVView
+from .caller import Caller
 
 
 class LazyHandle(torch.Tensor):
-    """Any operation but those of attention gets the tensor that it stands for."""
+    """Any operation but those of attention gets the tensor that it stands for.
+
+    caller: is told of such an operation; None: nobody is
+    """
+
+    caller: Caller | None = None
 
     # The dispatch below sees every operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dequantize(self) -> torch.Tensor:
+        """The tensor that this handle stands for."""
         raise NotImplementedError
 
     @classmethod
@@ -37,29 +44,36 @@ class KVHandle(LazyHandle):
 
     view_of_cache: KVView
     role: Role
+    _made: torch.Tensor | None = None
 
     @staticmethod
-    def __new__(cls, view: KVView, role: Role) -> "KVHandle":
+    def __new__(cls, view: KVView, role: Role, caller: Caller | None = None) -> "KVHandle":
         like = view.tail_keys if role == "key" else view.tail_values
         batch, heads, _, dim = like.shape
         shape = (batch, heads, view.length, dim)
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        handle.view_of_cache, handle.role = view, role
+        handle.view_of_cache, handle.role, handle.caller = view, role, caller
         return handle
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"KVHandle({self.role}, shape={list(self.shape)}, packed={self.view_of_cache.packed_length})"
 
     def dequantize(self) -> torch.Tensor:
-        """The tensor that this handle stands for, contiguous as the handle says it is."""
-        if self.view_of_cache.observe is not None:
-            self.view_of_cache.observe(None, None)  # whoever asks for it keeps the queries to itself
-        return materialize(self.view_of_cache, self.role).contiguous()
+        """The tensor that this handle stands for, made once, contiguous as the handle says it is."""
+        if self._made is None:
+            if self.view_of_cache.observe is not None:
+                self.view_of_cache.observe(None, None)  # whoever asks for it keeps the queries to itself
+            self._made = materialize(self.view_of_cache, self.role).contiguous()
+        return self._made
 
 
 def plain(x: Any) -> Any:
     """`x`, dequantised if it is a handle."""
-    return x.dequantize() if isinstance(x, LazyHandle) else x
+    if not isinstance(x, LazyHandle):
+        return x
+    if x.caller is not None:
+        x.caller.seen = False
+    return x.dequantize()
 
 
 def materialize(view: KVView, role: Role) -> torch.Tensor:

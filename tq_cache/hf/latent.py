@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from ..formats.states import KVView
+from .caller import Caller
 from .graph_ops import Flat
 from .handles import materialize
 
@@ -35,12 +36,14 @@ OTHER_STEPS = (
     "kv_b_proj is not a plain linear map here (an active adapter, float8 or bitsandbytes weights), or its output is "
     "used otherwise; merge adapters, tq_cache.densify_kv_b_proj(model) makes float8 weights dense"
 )
+OTHER_ATTENTION = "attention other than 'turboquant' takes keys and values, or the model changes them before"
 
 
 class ReportsPath(Protocol):
-    """A cache layer; `path` says how its tokens were read last, "absorbed" or "expanded: why"."""
+    """A cache layer; `path` says how its tokens were read last, "absorbed" or "expanded: why", `caller` by whom."""
 
     path: str
+    caller: Caller
 
 
 class Update:
@@ -81,7 +84,11 @@ class Update:
         self.said, self.layer.path = True, f"expanded: {why}"
         if self.view is not None and self.view.observe is not None:
             self.view.observe(None, None)  # whoever asks for tensors keeps the queries to itself
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if why is OTHER_ATTENTION:
+            self.layer.caller.seen = False
+        if self.layer.caller.reads_bits:  # else nobody expects it
             _warn(why)
 
 
@@ -118,6 +125,9 @@ class Record:
     @property
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self.update.like)
+
+    def dim(self) -> int:  # tensor parallelism asks what kv_b_proj gave
+        return len(self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where that changes nothing: hooks of accelerate, and adapters, ask for what is there."""
@@ -301,6 +311,9 @@ class Joined(Record):
         self.update = like.update
         self.shape = torch.Size((*like.shape[:3], width))
         self.slots: list[tuple[int, int, Part | Shared]] = []
+
+    def tensor(self, why: str = OTHER_STEPS) -> torch.Tensor:
+        return Record.tensor(self, OTHER_ATTENTION if len(self.slots) == 2 else why)  # both: attention's turn
 
     def make(self) -> torch.Tensor:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -1,9 +1,10 @@
 """transformers' layer contract over a `LayerStorage`.  No maths here."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -12,29 +13,30 @@ from transformers.cache_utils import (
 )
 
 from ..compat import length_after_crop, outside_graph
+from ..formats.states import KVView
 from ..planning.layers import INDEXED
 from ..storage.base import LayerStorage
 from ..storage.preallocated import PreallocatedStorage
 from . import graph_ops
+from .caller import Caller, lend
 from .handles import KVHandle, materialize
 from .latent import Update
-
-ATTENTION_NAME = "turboquant"
 
 
 class PackedLayer(DynamicLayer):
     """A full attention layer whose keys and values are packed.
 
-    `update` returns lazy handles when the model runs attn_implementation="turboquant", dequantised tensors otherwise.
+    `update` returns lazy handles when the model runs attn_implementation="turboquant", dequantised tensors otherwise;
+    how that is known is the affair of `caller`.
     """
 
     is_croppable = True
     absorbs = False  # whether it holds latents, which attention may read as they are
     path = ""  # how attention read latents last: "absorbed", or "expanded: why"; "" before, and of other layers
 
-    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
+    def __init__(self, storage: LayerStorage, caller: Caller) -> None:
         self.storage = storage
-        self.config = config
+        self.caller = caller
         self.is_initialized = False
 
     # keys and values are derived, never held
@@ -61,18 +63,32 @@ class PackedLayer(DynamicLayer):
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, traced: bool = False) -> tuple[Any, Any]:
         """`update`; traced: torch.compile traces what comes then, which would guard on every length in a record."""
-        reads_bits = self.config._attn_implementation == ATTENTION_NAME
-        if self.absorbs and traced:
+        reads_bits = self.caller.reads_bits
+        hands_out_records = self.absorbs and not traced
+        if hands_out_records:  # tensors could not show what becomes of them: with every prompt it is asked anew
+            hands_out_records = reads_bits is not False or key_states.shape[2] > 1
+        elif self.absorbs:
             reads_bits = False
             self.path = "expanded: torch.compile traces only steps of preallocated memory (max_cache_len)"
-        view = self.storage.append(key_states, value_states, queries_follow=reads_bits)
+        view = self.storage.append(key_states, value_states, queries_follow=bool(reads_bits))
+        if not reads_bits and self.storage.packs and view.length == key_states.shape[2]:
+            view = replace(view, observe=partial(self._begin_again, view))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if reads_bits and self.absorbs:
+        if hands_out_records:
             return Update(self, (key_states, value_states), view.length, view=view).records()
         if reads_bits:
-            return KVHandle(view, "key"), KVHandle(view, "value")
-        return materialize(view, "key"), materialize(view, "value")
+            return KVHandle(view, "key", self.caller), KVHandle(view, "value", self.caller)
+        keys, values = materialize(view, "key"), materialize(view, "value")
+        return lend(KVHandle(view, "key"), keys, self.caller), lend(KVHandle(view, "value"), values, self.caller)
+
+    def _begin_again(self, view: KVView, query: torch.Tensor | None, *shown: Any) -> None:
+        """The first tokens were packed by keys alone, and their queries come all the same: pack them by these."""
+        if query is not None and self.storage.length == view.length:
+            self.storage.clear()
+            again = self.storage.append(view.tail_keys, view.tail_values, queries_follow=True)
+            if again.observe is not None:
+                again.observe(query, *shown)
 
     def place(self, key_states: torch.Tensor) -> None:
         """Move tokens that were loaded to where the next ones are, of KV heads to this process's."""
@@ -137,14 +153,20 @@ class PreallocatedLayer(PackedLayer):
         self.storage.before_step()
         buffers, calibration, num_tokens, spec = self.flat
         torch.ops.tq_cache.update(key_states, value_states, buffers, calibration, num_tokens, spec)
-        if self.config._attn_implementation == ATTENTION_NAME and self.absorbs:
+        compiling = torch.compiler.is_compiling()
+        reads_bits = self.caller.reads_bits
+        if self.absorbs and reads_bits is not False:
             return Update(self, (key_states, value_states), self.max_cache_len, flat=self.flat).records()
-        if self.config._attn_implementation == ATTENTION_NAME:
+        if reads_bits:
             return graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
-        return (
+        keys, values = (
             torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "key", spec),
             torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "value", spec),
         )
+        if compiling or self.absorbs:
+            return keys, values
+        handles = graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
+        return lend(handles[0], keys, self.caller), lend(handles[1], values, self.caller)
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, traced: bool = False) -> tuple[Any, Any]:
         pair = super()._append(key_states, value_states, traced)
@@ -177,8 +199,8 @@ class PreallocatedLayer(PackedLayer):
 class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
     """A packed layer of a sparse attention model (DSA); the indexer's small keys stay as transformers keeps them."""
 
-    def __init__(self, storage: LayerStorage, config: PreTrainedConfig) -> None:
-        PackedLayer.__init__(self, storage, config)
+    def __init__(self, storage: LayerStorage, caller: Caller) -> None:
+        PackedLayer.__init__(self, storage, caller)
         self.indexer_keys = None
         self.indexer_position_ids = None
         self.is_indexer_initialized = False
@@ -187,8 +209,8 @@ class PackedIndexedLayer(DynamicIndexedLayer, PackedLayer):
 class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):  # type: ignore[misc, override]  # as its own
     """A layer with a linear-attention state, kept as transformers keeps it, beside packed keys and values."""
 
-    def __init__(self, storage: LayerStorage, config: PreTrainedConfig, number_of_states: int) -> None:
-        PackedLayer.__init__(self, storage, config)
+    def __init__(self, storage: LayerStorage, caller: Caller, number_of_states: int) -> None:
+        PackedLayer.__init__(self, storage, caller)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
@@ -226,7 +248,7 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
     is_croppable = False
 
 
-def packed_layer(kind: str, storage: LayerStorage, config: PreTrainedConfig, replaced: Any) -> PackedLayer:
+def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:
     """The layer of this kind over a storage, in place of transformers' own.
 
     Raises NotImplementedError for sparse attention in preallocated memory.
@@ -235,8 +257,8 @@ def packed_layer(kind: str, storage: LayerStorage, config: PreTrainedConfig, rep
     if kind in INDEXED:
         if preallocated:
             raise NotImplementedError(f"layers of kind {kind} cannot be preallocated; leave max_cache_len out")
-        return PackedIndexedLayer(storage, config)
+        return PackedIndexedLayer(storage, caller)
     if kind == "hybrid":
         make = PreallocatedHybridLayer if preallocated else PackedHybridLayer
-        return make(storage, config, replaced.number_of_states)
-    return (PreallocatedLayer if preallocated else PackedLayer)(storage, config)
+        return make(storage, caller, replaced.number_of_states)
+    return (PreallocatedLayer if preallocated else PackedLayer)(storage, caller)

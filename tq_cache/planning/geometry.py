@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAt
 
 from ..compat import decoder_config, layer_kinds, own_layers
 from ..storage.checks import unpackable_width
-from .layers import BLOCK_SPARSE, PACKABLE, WITHOUT_KV
+from .layers import BLOCK_SPARSE, PACKABLE, WINDOWED, WITHOUT_KV
 
 # Until 5.17 these expanded their latent before caching it; later versions call them indexed and cache the latent.
 EXPANDED_LATENT = ("deepseek_sparse_attention",)
@@ -82,6 +82,20 @@ def model_geometry(config: PreTrainedConfig) -> ModelGeometry:
     if getattr(config, "is_encoder_decoder", False):
         notes.append("keys and values of the encoder (cross attention) are not counted here")
     return ModelGeometry(decoder.model_type, geometry, tuple(notes))
+
+
+def kv_heads(decoder: PreTrainedConfig) -> dict[int, int]:
+    """KV heads of the whole model in each layer that caches keys and values, by index; latents count as one.
+
+    Raises ValueError unless the config has the fields needed.
+    """
+    kinds = layer_kinds(decoder)
+    configs = _config_per_layer(decoder, len(kinds))
+    return {
+        index: _dims(configs[index], kind)[0] if not _caches_latents(configs[index], kind) else 1
+        for index, kind in enumerate(kinds)
+        if kind in (*PACKABLE, *WINDOWED)
+    }
 
 
 def latent_layers(decoder: PreTrainedConfig) -> dict[int, int]:

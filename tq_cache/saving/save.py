@@ -8,7 +8,7 @@ import torch
 
 from ..hf.layers import PackedLayer
 from ..parallel import rank_and_world, share_of_heads
-from ..planning.geometry import model_geometry
+from ..planning.geometry import kv_heads
 from .folder import Writer, new_save, write_header
 from .identity import code_fingerprint, model_fields, preset_fields, weights_of_files, weights_of_model
 from .layers import describe, has_heads
@@ -80,22 +80,17 @@ def _checked_ids(input_ids: torch.Tensor, length: int) -> torch.Tensor:
 
 def _heads(cache: Any) -> dict[int, tuple[int, int, int]]:
     """Of layers with keys and values: this process's first KV head, the one behind its last, how many there are."""
-    try:
-        totals = [layer.num_kv_heads for layer in model_geometry(cache.config).layers]
-    except NotImplementedError:  # layers that nobody plans: nothing says that they are a share
-        totals = [0] * len(cache.layers)
+    totals = kv_heads(cache.config)
     found = {}
     for index, layer in enumerate(cache.layers):
         keys = layer.storage.newest[0] if isinstance(layer, PackedLayer) and layer.storage.newest else None
         keys = getattr(layer, "keys", None) if not isinstance(layer, PackedLayer) else keys
         if keys is None or keys.dim() != 4:
             continue
-        held, total = keys.shape[1], totals[index]
-        share = slice(0, held)
-        if held < total and rank_and_world()[1] > 1:
-            share = share_of_heads(total, held, "a cache to be saved")
-        else:
-            total = held
+        held = total = keys.shape[1]
+        if rank_and_world()[1] > 1 and totals.get(index, 0) > held:
+            total = totals[index]
+        share = share_of_heads(total, held, "a cache")
         found[index] = (share.start, share.stop, total)
     return found
 

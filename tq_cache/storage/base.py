@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ class LayerStorage(ABC):
     residual_length: the newest so many tokens stay in the model's dtype, and those that do not fill a block yet
     sink_tokens:     so many first tokens, too
     backend:         who computes, see `backends`
-    given_scales:    float8 scales that are not measured, by role, [1] or [H_kv]
+    given_scales:    float8 scales that are not measured, by role, [1] or one per KV head of the model, of which
+                     tensor parallelism leaves this layer a share
 
     Operations other than `append` move bits: no token is ever quantised twice.
     """
@@ -132,13 +134,14 @@ class LayerStorage(ABC):
         query: torch.Tensor | None,
         mask: torch.Tensor | None,
         into_keys: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        group: Any = None,
     ) -> None:
         """See `KVView.observe`; `view` is what the update gave."""
         newest = self.newest
         if self.first_tokens.done or newest is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length, into_keys)
+            self.first_tokens.observe(query, mask, newest[0].shape[1], view.length, into_keys, group)
             self._observed(view)
 
     @property

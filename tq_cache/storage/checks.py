@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from ..formats.presets import NOUNS, Preset, Role
+from ..backends.calibration import local_scales
+from ..formats.presets import Preset, Role
 from ..formats.rotation import MAX_HEAD_DIM, MIN_HEAD_DIM, check_head_dim, is_packable
 
 # Shape and dtype, all that is looked at of a tensor here.
@@ -50,11 +51,7 @@ def check_packable(
     check_dims(keys.shape[3], values.shape[3], preset)
     if preset.holds_latents and keys.shape[1] != 1:
         raise ValueError(f"expected latents [batch, 1, tokens, rank], got {list(keys.shape)}")
-    for role, scale in given_scales.items():
-        if scale.numel() not in (1, keys.shape[1]):
-            raise ValueError(
-                f"expected a scale of {NOUNS[role]} with 1 or {keys.shape[1]} elements (KV heads), got {scale.numel()}"
-            )
+    local_scales(given_scales, keys.shape[1])
 
 
 def unpackable_width(key_dim: int, value_dim: int, latent: bool) -> str:

@@ -11,6 +11,7 @@ it is calibrated when it begins.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -64,11 +65,13 @@ class FirstTokens:
         num_kv_heads: int,
         length: int,
         into_keys: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        group: Any = None,
     ) -> None:
         """The queries [B, H_q, S, D] of the last of `length` tokens, and what they see, [B or 1, H, S, length or more].
 
         None: there are none to be seen.  `into_keys` makes queries of the keys that are cached of those it is given:
-        of the ones that are taken alone.
+        of the ones that are taken alone.  `group`: processes that have other heads' queries of the same keys, which all
+        call this; None: there are none.
         """
         self._unseen = PATIENCE + 1 if query is None else 0
         if query is None:
@@ -86,6 +89,9 @@ class FirstTokens:
         taken = query[:, :, ::step]
         taken = taken if into_keys is None else into_keys(taken)
         new = query_energy(taken, num_kv_heads, None if counts is None else counts[:, ::step])
+        if group is not None:
+            for part in new:
+                torch.distributed.all_reduce(part, group=group)
         if self._energy is not None:
             new = QueryEnergy(self._energy.squares + new.squares, self._energy.seen + new.seen)
         self._energy, self._queries = new, self._queries + count

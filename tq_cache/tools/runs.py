@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
-from ..hf.layers import ATTENTION_NAME
+from ..hf.caller import ATTENTION_NAME
 from ..planning.geometry import load_config
 from ..report import held_bytes
 from .tasks import Case, build_case

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from ..cache import TurboQuantCache
-from ..hf.layers import ATTENTION_NAME
+from ..hf.caller import ATTENTION_NAME
 from ..saving.folder import HEADER, Reader, files_named, read_header, total_bytes, unneeded
 from ..saving.load import check_header
 
