@@ -12,6 +12,7 @@ import torch
 
 from .scores import decode, prefill
 
+EXACT = "16bit"  # stands for DynamicCache among presets
 CHUNK = 16  # tokens a forward, which see each other exactly; as `EvalSettings.chunk`
 
 

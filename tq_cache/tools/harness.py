@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..generation import disable
+from .continuations import EXACT
 
 TASKS = Path(__file__).parent / "harness_tasks"
 OWN = tuple(sorted(path.stem for path in TASKS.glob("tq_*.yaml")))
-EXACT = "16bit"  # the preset of `harness_model.CachedLM` that is DynamicCache
 Results = dict[str, dict[str, dict[str, float]]]  # by preset, task and metric
 
 

@@ -14,8 +14,7 @@ from transformers import DynamicCache
 
 from ..cache import TurboQuantCache
 from ..generation import disable, enable
-from .continuations import Likelihood, likelihoods
-from .harness import EXACT
+from .continuations import EXACT, Likelihood, likelihoods
 
 
 @register_model("tq-cache")

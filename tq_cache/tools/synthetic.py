@@ -26,7 +26,7 @@ def story_question(kind: str, words: int, seed: int) -> Document:
 
 
 def passkey_choice(words: int, seed: int) -> Document:
-    """Whose code it is: "context", "choices" (codes that all stand in the story) and "label", index of the right one."""
+    """Whose code it is: "context", "choices" (codes that all stand in the story) and the "label" of the right one."""
     rng = rng_for("harness/choice", seed)
     names = rng.sample(sorted({invented_name(rng) for _ in range(20)}), CHOICES)
     codes = [str(code) for code in rng.sample(range(10000, 100000), CHOICES)]
