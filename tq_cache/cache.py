@@ -311,5 +311,6 @@ class TurboQuantCache(Saveable, DynamicCache):
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(part, memo) for name, part in self.__dict__.items()})
+        with torch.inference_mode(False), torch.no_grad():  # so that the copy can be written wherever this one can
+            twin.__dict__.update({name: copy.deepcopy(part, memo) for name, part in self.__dict__.items()})
         return twin

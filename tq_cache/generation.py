@@ -310,6 +310,9 @@ def _set_attention(model: PreTrainedModel) -> None:
     settable = any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel))
     if settable and not set(layer_kinds(decoder_config(model.config))) & set(BLOCK_SPARSE):
         model.set_attn_implementation(ATTENTION_NAME)
+        for part in model.modules():  # 5.17 leaves out a part whose config is another one of the model's own class (T5)
+            if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation():
+                part.set_attn_implementation(ATTENTION_NAME)
     if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
         warnings.warn(
             f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all "

@@ -11,6 +11,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
 from latent_models import EXPANDING_MODELS, latent_model
+from multimodal import MODELS, TABLE, row
 from transformers import DynamicCache
 
 from tq_cache import TurboQuantCache
@@ -134,6 +135,8 @@ def main() -> None:
     )
     print("| model type | result | layers packed | attention reads |\n|---|---|---|---|")
     print("\n".join(rows))
+    print(f"\n{TABLE}")
+    print("\n".join(map(row, MODELS)))
     print(f"\n{LATENTS}")
     print("\n".join(map(latent_row, EXPANDING_MODELS)))
     print("\n## Not tested\n\n| model type | reason |\n|---|---|")

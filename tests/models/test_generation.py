@@ -188,10 +188,13 @@ def test_prefill_under_inference_mode_then_generate(models):
     cache = packed_cache(model)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
-    out = model.generate(
-        torch.cat([ids, ids[:, :3]], dim=1), past_key_values=cache, max_new_tokens=80, do_sample=False, pad_token_id=0
-    )
-    assert out.shape[1] == LENGTH + 3 + 80
+        twin = copy.deepcopy(cache)
+    options = dict(max_new_tokens=80, do_sample=False, pad_token_id=0)
+    with torch.inference_mode():
+        within = model.generate(torch.cat([ids, ids[:, :3]], dim=1), past_key_values=copy.deepcopy(cache), **options)
+    for held in (cache, twin):
+        out = model.generate(torch.cat([ids, ids[:, :3]], dim=1), past_key_values=held, **options)
+        assert out.shape[1] == LENGTH + 3 + 80 and torch.equal(out, within)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

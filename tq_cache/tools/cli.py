@@ -20,10 +20,10 @@ from ..backends.hardware import detect
 from ..formats.presets import FORMATS, PRESETS, resolve_preset
 from ..planning.geometry import load_config
 from ..planning.memory import PlanSettings, parse_memory, plan_memory
-from . import baselines, saved, tables
+from . import baselines, harness, saved, tables
 from . import evaluate as quality
 from . import runs as demo_runs
-from .texts import read_texts
+from .texts import read_text, read_texts
 
 app = typer.Typer(
     name="tq-cache",
@@ -211,6 +211,28 @@ def evaluate(
             result.save_plot(plot)
 
 
+@app.command("lm-eval")
+def lm_eval(
+    tasks: Annotated[str, typer.Option(help="Of lm-evaluation-harness; tq_... are made here and need no download.")],
+    presets: Presets = "tq4,tq3",
+    model: Model = demo_runs.EMBEDDED_MODEL,
+    words: Annotated[int, typer.Option(help="Words of a context, of tq_... tasks.")] = 600,
+    limit: Annotated[int, typer.Option(help="Documents of each task at most.")] = 100,
+    batch: Annotated[int, typer.Option(help="Sequences that generate at once.")] = 1,
+    residual_length: Residual = 128,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
+) -> None:
+    """lm-evaluation-harness under the 16-bit cache and each preset; contexts of what it scores are in the cache."""
+    with user_errors():
+        names = parse_presets(presets)
+        results = harness.measure(
+            *(*load_model(model), names, parse_names(tasks), words, limit, batch), residual_length=residual_length
+        )
+        stdout().print(tables.harness_table(results))
+        if out is not None:
+            out.write_text(json.dumps(results, indent=1))
+
+
 # ---------------------------------------------------------------------------------------------------------- parsing
 
 
@@ -260,14 +282,6 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError(f"expected one of --prompt and --prompt-file, got {'neither' if prompt is None else 'both'}")
     return prompt if prompt_file is None else read_text(prompt_file)  # type: ignore[return-value]
-
-
-def read_text(path: Path) -> str:
-    """A text file; raises ValueError unless it can be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"expected a text file in UTF-8, got {str(path)!r}: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------------- saved caches

@@ -19,6 +19,7 @@ from ..formats.presets import PRESETS
 from ..planning.geometry import LayerGeometry
 from ..planning.memory import MOST_TOKENS, MemoryPlan
 from .evaluate import EvalResult
+from .harness import Results
 from .runs import Generated
 from .tasks import Case
 
@@ -199,6 +200,18 @@ def _scales_of(config: Any, preset: str) -> str:
     except ValueError as error:
         return f"refused: {error}"
     return "\n".join(str(scales) for scales in cache.scales.values())
+
+
+def harness_table(results: Results) -> Table:
+    """What lm-evaluation-harness says: a line for each task and metric, a column for each cache."""
+    table = _table("task", "metric", *(f">{name}" for name in results))
+    for task, metrics in next(iter(results.values())).items():
+        for metric in (name for name in metrics if not name.endswith("_stderr")):
+            said = [own[task] for own in results.values()]
+            errors = [own.get(f"{metric}_stderr") for own in said]
+            cells = (f"{x[metric]:.4g}" + (f" ± {e:.2g}" if e else "") for x, e in zip(said, errors, strict=True))
+            table.add_row(task, metric, *cells)
+    return table
 
 
 def _table(*headings: str) -> Table:

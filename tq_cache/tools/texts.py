@@ -19,12 +19,17 @@ class Text(NamedTuple):
     text: str
 
 
-def read_texts(path: Path) -> str | list[Text]:
-    """A text, or from a .json the list of {"name", "text"} in it.  Raises ValueError unless the file is one."""
+def read_text(path: Path) -> str:
+    """A text file; raises ValueError unless it can be read."""
     try:
-        content = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a text file in UTF-8, got {str(path)!r}: {error}") from None
+
+
+def read_texts(path: Path) -> str | list[Text]:
+    """A text, or from a .json the list of {"name", "text"} in it.  Raises ValueError unless the file is one."""
+    content = read_text(path)
     if path.suffix != ".json":
         return content
     try:
