@@ -1,0 +1,60 @@
+"""What the documentation says of the package is so.  `make docs` builds the site, and refuses links that lead nowhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+import tq_cache
+from tq_cache.planning.geometry import model_geometry
+from tq_cache.planning.memory import PlanSettings, cache_bytes
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TWO_SCREENS = 100
+
+
+def test_readme_is_two_screens():
+    assert len(README.splitlines()) <= TWO_SCREENS
+
+
+def test_badges_say_what_the_package_asks_for():
+    badges = dict(re.findall(r"img\.shields\.io/badge/(\w+)-(\S+)-\w+\)", README))
+    least = dict(x.split(">=") for x in PROJECT["dependencies"])
+    newest = re.search(r"transformers (\d+\.\d+)", (ROOT / "ARCHITECTURES.md").read_text())[1]
+    assert badges == {
+        "python": PROJECT["requires-python"].removeprefix(">=") + "%2B",
+        "torch": least["torch"] + "%2B",
+        "transformers": f"{least['transformers']}_to_{newest}",
+        "licence": PROJECT["license"].replace("-", "--"),
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/presets.md"])
+def test_bytes_in_tables_are_those_of_the_presets(page):
+    rows = re.findall(r"^\| \**`(\w+)`\**(?: \(default\))? \| (\d+) \|", (ROOT / page).read_text(), re.M)
+    assert {"fp8_e4m3", "tq4", "tq3", "tq2"} <= {name for name, _ in rows}
+    for name, said in rows:
+        assert tq_cache.PRESETS[name].token_bytes(128, 128) == int(said), name
+
+
+def test_the_first_figures_are_what_is_planned():
+    config = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=64
+    )
+    geometry, settings = model_geometry(config), PlanSettings(context=131_072)
+    held = [
+        cache_bytes(geometry, preset and tq_cache.PRESETS[preset], settings) / 1e9 for preset in ("tq4", None, "tq3")
+    ]
+    text = " ".join(README.split())
+    assert "takes **{:.1f} GB instead of {:.1f} GB** with `tq4`, {:.1f} GB with `tq3`".format(*held) in text
+
+
+def test_links_between_pages_lead_somewhere():
+    """Files only; the site's build knows the places in them, too."""
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels/README.md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
