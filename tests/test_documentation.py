@@ -1,4 +1,4 @@
-"""What the documentation says of the package is so.  `make docs` builds the site, and refuses links that lead nowhere."""
+"""What the documentation says of the package is so.  `make docs` builds the site and refuses links to nowhere."""
 
 import re
 import tomllib
@@ -22,15 +22,21 @@ def test_readme_is_two_screens():
 
 
 def test_badges_say_what_the_package_asks_for():
-    badges = dict(re.findall(r"img\.shields\.io/badge/(\w+)-(\S+)-\w+\)", README))
+    shown = re.findall(r"!\[.*?\]\((docs/badges/.*?)\)", README)
+    badges = dict(re.search(r"<title>(.*): (.*)</title>", (ROOT / path).read_text()).groups() for path in shown)
     least = dict(x.split(">=") for x in PROJECT["dependencies"])
     newest = re.search(r"transformers (\d+\.\d+)", (ROOT / "ARCHITECTURES.md").read_text())[1]
     assert badges == {
-        "python": PROJECT["requires-python"].removeprefix(">=") + "%2B",
-        "torch": least["torch"] + "%2B",
-        "transformers": f"{least['transformers']}_to_{newest}",
-        "licence": PROJECT["license"].replace("-", "--"),
+        "python": PROJECT["requires-python"].removeprefix(">=") + "+",
+        "torch": least["torch"] + "+",
+        "transformers": f"{least['transformers']} to {newest}",
+        "licence": PROJECT["license"],
     }
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"^::: tq_cache\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.M)
+    assert sorted([*named, "__version__"]) == sorted(tq_cache.__all__)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/presets.md"])

@@ -6,7 +6,6 @@ lent by links to what runs the tests.
 
 import os
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import tomllib

@@ -9,7 +9,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-PAGES = ("*.md", "docs/*.md", "docs/drawings/*.svg", "kernels/README.md")
+PAGES = ("*.md", "docs/*.md", "docs/*/*.svg", "kernels/README.md")
 FILES = ("benchmarks/results/*.png", "pyproject.toml", "CITATION.cff", "LICENSE")  # what pages show or link to
 
 
