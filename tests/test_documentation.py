@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 import tq_cache
+from tq_cache.backends.hardware import ARCHITECTURES
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.memory import PlanSettings, cache_bytes
 
@@ -45,6 +46,12 @@ def test_bytes_in_tables_are_those_of_the_presets(page):
     assert {"fp8_e4m3", "tq4", "tq3", "tq2"} <= {name for name, _ in rows}
     for name, said in rows:
         assert tq_cache.PRESETS[name].token_bytes(128, 128) == int(said), name
+
+
+def test_the_gpus_are_those_of_the_table():
+    said = re.findall(r"^\| (\w+) \| (.+) \| (.+) \|$", (ROOT / "docs/models.md").read_text(), re.M)
+    for row in ARCHITECTURES.values():
+        assert (row.name, row.gpus, row.decode_path) in said, row.name
 
 
 def test_the_first_figures_are_what_is_planned():
