@@ -20,8 +20,6 @@ import tq_cache
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_kernels": ROOT / "kernels/tq_kernels"}
 
-pytestmark = pytest.mark.slow
-
 
 def call(*command: object, cwd: Path | None = None) -> str:
     """Standard output of a command that is shown no other modules; what it said if it fails."""
@@ -31,7 +29,7 @@ def call(*command: object, cwd: Path | None = None) -> str:
     return run.stdout
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tools(tmp_path_factory) -> Path:
     """The interpreter of an environment with build and twine."""
     folder = tmp_path_factory.mktemp("tools")
@@ -41,7 +39,7 @@ def tools(tmp_path_factory) -> Path:
     return folder / "bin/python"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def dist(tools, tmp_path_factory) -> Path:
     """A folder with the sdist, and the wheel that was built from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
@@ -49,7 +47,7 @@ def dist(tools, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fresh(tools, dist, tmp_path_factory) -> Path:
     """The interpreter of an environment with the wheel, its dependencies, Hugging Face's kernels, and no repository."""
     folder, lent = tmp_path_factory.mktemp("fresh"), tmp_path_factory.mktemp("lent")
@@ -64,12 +62,23 @@ def fresh(tools, dist, tmp_path_factory) -> Path:
     return folder / "bin/python"
 
 
-def test_what_is_built_is_fit_for_an_index(tools, dist):
+@pytest.mark.slow
+def test_a_release(tools, dist, fresh, tmp_path):
+    """One test, for it is built once, in this tree, whatever number of processes runs the tests."""
+    check_fit_for_an_index(tools, dist)
+    check_what_the_wheel_holds(dist)
+    check_what_the_sdist_holds(dist)
+    check_an_import(fresh, tmp_path)
+    check_the_demo(fresh, tmp_path)
+
+
+def check_fit_for_an_index(tools: Path, dist: Path) -> None:
     assert len(list(dist.iterdir())) == 2
     call(tools, "-m", "twine", "check", "--strict", *dist.iterdir())
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(dist):
+def check_what_the_wheel_holds(dist: Path) -> None:
+    """Both packages and nothing else."""
     (path,) = dist.glob("*.whl")
     names = zipfile.ZipFile(path).namelist()
     held = {name for name in names if not name.startswith(f"tq_cache-{tq_cache.__version__}.dist-info/")}
@@ -78,14 +87,14 @@ def test_the_wheel_holds_both_packages_and_nothing_else(dist):
     assert held == expected
 
 
-def test_the_sdist_holds_what_is_needed_to_build(dist):
+def check_what_the_sdist_holds(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     top = f"tq_cache-{tq_cache.__version__}"
     names = set(tarfile.open(path).getnames())
     assert {f"{top}/{x}" for x in ("LICENSE", "README.md", "pyproject.toml", "kernels/tq_kernels/launch.py")} <= names
 
 
-def test_an_import_from_the_wheel(fresh, tmp_path):
+def check_an_import(fresh: Path, tmp_path: Path) -> None:
     code = """
 import importlib.metadata, sys, kernels, transformers, tq_cache, tq_kernels
 assert callable(kernels.get_kernel)
@@ -98,7 +107,7 @@ assert top == {"tq_cache", "tq_kernels"}, top
     call(fresh, "-I", "-c", code, cwd=tmp_path)
 
 
-def test_the_demo_runs_from_the_wheel(fresh, tmp_path):
+def check_the_demo(fresh: Path, tmp_path: Path) -> None:
     shown = call(fresh, "-I", "-m", "tq_cache", "demo", "--presets", "tq4", cwd=tmp_path)
     assert all(f"│ {cache} " in shown for cache in ("DynamicCache", "tq4"))
     assert tq_cache.__version__ in call(fresh.parent / "tq-cache", "info", cwd=tmp_path)
