@@ -6,7 +6,7 @@ TORCH := 2.13.0
 # Without an NVIDIA GPU, take the CPU build of torch: the default one pulls gigabytes of CUDA on Linux.
 CPU_ONLY := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && echo yes)
 
-.PHONY: demo test slow gpu style format clean
+.PHONY: demo test slow gpu style docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tq-cache demo
@@ -25,12 +25,15 @@ style: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,5 +43,5 @@ ifeq ($(CPU_ONLY),yes)
 else
 	$(BIN)/pip install -q "torch>=2.11"
 endif
-	$(BIN)/pip install -q --editable ".[dev]"
+	$(BIN)/pip install -q --editable ".[dev,docs]"
 	touch $@

@@ -1,4 +1,4 @@
-"""The plots of the README from result files.
+"""The plots of the documentation from result files.
 
 python benchmarks/plot.py decode benchmarks/results/decode_h200.json benchmarks/results/decode_h200.png
 python benchmarks/plot.py generate benchmarks/results/generate_h200.json benchmarks/results/generate_h200.png

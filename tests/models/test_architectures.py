@@ -93,7 +93,7 @@ LATENTS = """## Latents (MLA)
 Every model of transformers that caches latents, the last three without a causal LM mapping; sizes are those of the
 default config of its class.  A long prompt's first forward reads exact keys and values, as the model expands them;
 later ones of many queries expand a piece of the packed tokens at a time.  Nothing but
-`attn_implementation="turboquant"` is needed; README says what is not absorbed, and why.
+`attn_implementation="turboquant"` is needed; `docs/latents.md` says what is not absorbed, and why.
 
 | model type | latent + rotary key | steps | with max_cache_len |
 |---|---|---|---|"""

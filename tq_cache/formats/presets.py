@@ -25,7 +25,7 @@ class Format:
     per_token      float8: one power of two per token and KV head
     norm           ||r|| / ||c||: the read vector has the norm of the stored one (norm correction, TurboQuant)
     unbiased       ||r||^2 / <r, c>: <x, x_hat> = ||x||^2.  A key's score with itself is exact, and the errors of many
-                   values average out, where least squares would shrink them all (README, "Quality")
+                   values average out, where least squares would shrink them all (docs/presets.md)
     min_max        half a step of the range, with a zero (its midpoint) beside it
     largest        the largest |element of r| / 127: the codes are int8
     exact          none: elements stay in the model's dtype (counted as 16 bits)
@@ -78,6 +78,7 @@ FORMATS: dict[Role, dict[str, Format]] = {
     "rotary": {EXACT.name: EXACT, "int8": Format("int8", 8, "largest")}
     | {name: _FLOAT8[name] for name in _FLOAT8_TYPES},
 }
+"""Formats by role and name: what `key=`, `value=` and `rotary=` of a cache take."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ PRESETS: dict[str, Preset] = {
         _preset("k3v4_nc", "nc3", "uniform4"),
         _preset("3bit_nc", "nc3", "uniform3"),
         *[_preset(f"tq{bits}", f"tq{bits}", f"tq{bits}") for bits in (4, 3, 2)],
-        # Fewer bits for keys than for values are worse at the same bytes, as `tq_k4v3` beside `k3v4_nc` shows (README).
+        # Fewer bits for keys than for values are worse at the same bytes, as `tq_k4v3` beside `k3v4_nc` shows (docs).
         *[_preset(f"tq_k{k}v{v}", f"tq{k}", f"tq{v}") for k, v in ((4, 3), (4, 2), (3, 2))],
     ]
 }
+"""Presets by name; `docs/presets.md` says which to take."""
 
 
 def get_format(role: Role, name: str) -> Format:
