@@ -14,7 +14,9 @@ demo: $(VENV)/ready
 test: $(VENV)/ready style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
+# lm-eval only here: it brings scikit-learn, which transformers then imports, in every process that a test starts.
 slow: $(VENV)/ready
+	$(BIN)/pip install -q --editable ".[eval]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 gpu:
