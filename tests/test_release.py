@@ -83,7 +83,9 @@ def check_what_the_wheel_holds(dist: Path) -> None:
     names = zipfile.ZipFile(path).namelist()
     held = {name for name in names if not name.startswith(f"tq_cache-{tq_cache.__version__}.dist-info/")}
     expected = {f"{name}/{x.relative_to(base)}" for name, base in PACKAGES.items() for x in base.rglob("*.py")}
-    expected |= {str(x.relative_to(ROOT)) for x in (ROOT / "tq_cache/tools/embedded").iterdir() if x.is_file()}
+    for data in ("embedded", "harness_tasks"):
+        files = (x for x in (ROOT / "tq_cache/tools" / data).iterdir() if x.is_file())
+        expected |= {str(x.relative_to(ROOT)) for x in files}
     assert held == expected
 
 

@@ -15,7 +15,8 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
     ids=lambda path: path.name,
 )
 def test_notebook_runs(path):
-    NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3").execute()
+    where = {"metadata": {"path": str(path.parent)}}  # as Jupyter runs it
+    NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3", resources=where).execute()
 
 
 def test_there_are_notebooks_with_outputs():
