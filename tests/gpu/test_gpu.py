@@ -99,6 +99,22 @@ def test_compiled_steps_are_one_graph(embedded, case):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.parametrize(("attention", "backend"), [("turboquant", "reference"), ("sdpa", "auto"), ("eager", "auto")])
+def test_what_waits_for_the_device_is_left_out_of_cuda_graphs(embedded, case, attention, backend):
+    """Of a compiled step: the reference, and tokens dequantised for an attention that cannot read bits."""
+    model, tokenizer = embedded
+    model.set_attn_implementation(attention)
+    options = dict(residual_length=64, skip_layers=(), max_cache_len=1200, backend=backend)
+    inputs = tokenizer(case.prompt, return_tensors="pt").to("cuda:0")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    out = model.generate(
+        **inputs, past_key_values=TurboQuantCache(model.config, "tq4", **options), max_new_tokens=80, do_sample=False
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert case.matches(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+
+
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 def test_offloading(embedded, case, attention):
     model, tokenizer = embedded

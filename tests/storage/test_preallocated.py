@@ -267,7 +267,7 @@ def test_flat_states_are_the_states(generator, preset, sinks):
     assert sides[0] == sides[1] and flatten(again).spec == flatten(storage.states).spec
 
 
-@pytest.mark.parametrize("op", ["update", "attend", "materialize"])
+@pytest.mark.parametrize("op", ["update", "update_outside", "attend", "attend_outside", "materialize"])
 def test_operations_keep_their_contract(generator, op):
     storage = PreallocatedStorage(PRESETS["tq4"], 64, 4, 300, "auto")
     add(storage, *random_pair(generator, 200))
@@ -277,7 +277,7 @@ def test_operations_keep_their_contract(generator, op):
         "update": (*random_pair(generator, 1), buffers, calibration, num_tokens, spec),
         "attend": (query, buffers, calibration, num_tokens, torch.ones(2, 1, 1, 300) > 0, None, 0.125, None, spec),
         "materialize": (buffers, calibration, num_tokens, "key", spec),
-    }[op]
+    }[op.removesuffix("_outside")]
     torch.library.opcheck(getattr(torch.ops.tq_cache, op).default, arguments)
 
 

@@ -8,6 +8,7 @@ from ..backends import choose_backend
 from ..backends.latents import KVProjection, attend_expanded
 from ..backends.masks import with_indices
 from ..parallel import group_of_rows
+from .graph_ops import operation
 from .latent import Joined, Part, Shared, Update
 
 
@@ -92,7 +93,7 @@ def _attend_preallocated(
     if indices is not None:
         mask = with_indices(mask, indices, update.length)
     content, rotary = projection.absorb(query)
-    means = torch.ops.tq_cache.attend_latents(
+    means = operation("attend_latents", update.flat.spec)(
         *(content, rotary, update.flat.buffers, update.flat.calibration, update.flat.num_tokens, mask),
         *(options["sink_logits"], options["scaling"], options["softcap"], update.flat.spec),
     )

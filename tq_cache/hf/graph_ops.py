@@ -3,12 +3,13 @@
 Custom operations take tensors, lists of tensors and strings, and no classes: here, and only here, is a layer flat.
 """
 
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..backends import choose_backend
+from ..backends import choose_backend, reference
 from ..formats.presets import Format, Role, get_format
 from ..formats.states import Calibration, PackedStates, PreallocatedStates
 from ..storage.checks import check_states
@@ -16,6 +17,8 @@ from .handles import LazyHandle
 from .handles import materialize as materialize_view
 
 CALIBRATION = ("center", "smooth", "scale")
+REFERENCE = "reference"
+OUTSIDE = (torch.Tag.cudagraph_unsafe,)  # of CUDA graphs, which are of what is before and behind
 
 
 class Flat(NamedTuple):
@@ -25,7 +28,7 @@ class Flat(NamedTuple):
                  values; those there are
     calibration: `CALIBRATION` of keys, then of values, those there are
     num_tokens:  int64 []
-    spec:        formats, which calibration there is, lengths and backend: see `_Spec`
+    spec:        formats, which calibration there is, lengths and who computes: see `_Spec`
     """
 
     buffers: list[torch.Tensor]
@@ -43,11 +46,11 @@ class _Spec(NamedTuple):
     residual_length: int
     sink_tokens: int
     max_length: int
-    backend: str
+    backend: str  # the one that "auto" chose
 
 
 def flatten(states: PreallocatedStates) -> Flat:
-    """The same tensors, flat."""
+    """The same tensors, flat.  Raises as `choose_backend`."""
     sides = (states.key, states.value)
     there = [states.ring_keys, states.ring_values, states.sink_keys, states.sink_values]
     for side in sides:
@@ -58,7 +61,8 @@ def flatten(states: PreallocatedStates) -> Flat:
     calibration = [tensor for side in measured for _, tensor in side if tensor is not None]
     formats = [f"{side.role}:{side.format.name}:{'+'.join(names)}" for side, names in zip(sides, present, strict=True)]
     lengths = map(str, (states.residual_length, states.sink_tokens, states.max_length))
-    spec = " ".join([*formats, *lengths, states.backend])
+    computes = choose_backend(states.backend, states.ring_keys, states.ring_values)
+    spec = " ".join([*formats, *lengths, REFERENCE if computes is reference else "triton"])
     return Flat(buffers, calibration, states.num_tokens, spec)
 
 
@@ -104,7 +108,23 @@ def _parse(spec: str) -> _Spec:
 # ------------------------------------------------------------------------------------------------------- operations
 
 
-@torch.library.custom_op("tq_cache::update", mutates_args=("buffers", "num_tokens"))
+def operation(name: str, spec: str) -> Any:
+    """`torch.ops.tq_cache.NAME` for a layer of this `spec`."""
+    return getattr(torch.ops.tq_cache, f"{name}_outside" if spec.endswith(REFERENCE) else name)
+
+
+def _register(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], None]:
+    """Register an operation, and as NAME_outside one that CUDA graphs leave out: the reference waits for the device."""
+
+    def register(function: Callable[..., Any]) -> None:
+        for name, tags in ((function.__name__, ()), (f"{function.__name__}_outside", OUTSIDE)):
+            made = torch.library.custom_op(f"tq_cache::{name}", function, mutates_args=mutates, tags=tags)
+            made.register_fake(fake)
+
+    return register
+
+
+@_register(lambda *_: None, mutates=("buffers", "num_tokens"))
 def update(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -123,12 +143,7 @@ def update(
     choose_backend(states.backend, keys, values).update_preallocated(states, keys, values)
 
 
-@update.register_fake
-def _(keys, values, buffers, calibration, num_tokens, spec) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@torch.library.custom_op("tq_cache::attend", mutates_args=())
+@_register(lambda query, buffers, *_: query.new_empty(*query.shape[:3], buffers[1].shape[3]))
 def attend(
     query: torch.Tensor,
     buffers: list[torch.Tensor],
@@ -149,12 +164,7 @@ def attend(
     return backend.attend_preallocated(query, states, mask, scaling, softcap=softcap, sink_logits=sink_logits)
 
 
-@attend.register_fake
-def _(query, buffers, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    return query.new_empty(*query.shape[:3], buffers[1].shape[3])
-
-
-@torch.library.custom_op("tq_cache::attend_latents", mutates_args=())
+@_register(lambda content, *_: content.new_empty(content.shape))
 def attend_latents(
     content: torch.Tensor,
     rotary: torch.Tensor,
@@ -178,16 +188,14 @@ def attend_latents(
     )
 
 
-@attend_latents.register_fake
-def _(content, rotary, buffers, calibration, num_tokens, mask, sink_logits, scaling, softcap, spec) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    return content.new_empty(content.shape)
-
-
-@torch.library.custom_op("tq_cache::materialize", mutates_args=())
+@torch.library.custom_op("tq_cache::materialize", mutates_args=(), tags=OUTSIDE)
 def materialize(
     buffers: list[torch.Tensor], calibration: list[torch.Tensor], num_tokens: torch.Tensor, role: str, spec: str
 ) -> torch.Tensor:
-    """All keys, or values, dequantised in the model's dtype, [B, H_kv, max_length, D], zeros behind the last."""
+    """All keys, or values, dequantised in the model's dtype, [B, H_kv, max_length, D], zeros behind the last.
+
+    Waits for the device.
+    """
     states = unflatten(Flat(buffers, calibration, num_tokens, spec))
     x = materialize_view(states.view(), "key" if role == "key" else "value")
     return torch.nn.functional.pad(x, (0, 0, 0, states.max_length - x.shape[2]))
@@ -278,6 +286,6 @@ def attend_handle(
     """Attention [B, H_q, 1, D_v] of one query per sequence over what the handle of keys belongs to."""
     assert isinstance(key, PreallocatedHandle)
     flat = key.flat
-    return torch.ops.tq_cache.attend(
+    return operation("attend", flat.spec)(
         query, flat.buffers, flat.calibration, flat.num_tokens, mask, sink_logits, scaling, softcap, flat.spec
     )

@@ -152,7 +152,7 @@ class PreallocatedLayer(PackedLayer):
         self.storage.admit(key_states, value_states)
         self.storage.before_step()
         buffers, calibration, num_tokens, spec = self.flat
-        torch.ops.tq_cache.update(key_states, value_states, buffers, calibration, num_tokens, spec)
+        graph_ops.operation("update", spec)(key_states, value_states, buffers, calibration, num_tokens, spec)
         compiling = torch.compiler.is_compiling()
         reads_bits = self.caller.reads_bits
         if self.absorbs and reads_bits is not False:
