@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ HEADER = "cache.json"
 FILE_NAME = re.compile(r"cache-[0-9a-f]{16}-\d{1,5}-\d{1,6}\.safetensors")
 MOST_HEADER_BYTES = 256 << 20
 CHUNK = 4 << 20  # bytes that are hashed at once, each by a thread
+READERS = 2  # tensors that are read ahead at once, each hashed by several threads: more were slower on 16 cores
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -214,19 +216,32 @@ class Reader:
         self.tensors: dict[str, dict[str, Any]] = self.header["tensors"]
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._opening = Lock()
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tq_cache read")
+        self._ahead: dict[str, Future[torch.Tensor]] = {}
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._readers.shutdown(cancel_futures=True)
         self._stack.close()
 
     def names(self, prefix: str) -> set[str]:
         """What follows `prefix` in the names of tensors."""
         return {name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix)}
 
+    def read_ahead(self, prefix: str) -> None:
+        """Begin to read the tensors whose names start with this, for `read` to take, beside what is done until then."""
+        for name in self.tensors:
+            if name.startswith(prefix) and name not in self._ahead:
+                self._ahead[name] = self._readers.submit(self._read, name)
+
     def read(self, name: str) -> torch.Tensor:
         """On the CPU; maybe in the file's own memory."""
+        return self._ahead.pop(name).result() if name in self._ahead else self._read(name)
+
+    def _read(self, name: str) -> torch.Tensor:
         if name not in self.tensors:
             raise CacheFileError(f"expected the tensor {name} in {str(self.folder)!r}, got none; save again")
         entry = self.tensors[name]
@@ -250,14 +265,15 @@ class Reader:
         return tensor
 
     def _open(self, name: str) -> Any:
-        if name not in self._files:
-            path = self.folder / name
-            if not path.is_file():
-                raise CacheFileError(
-                    f"expected {name} in {str(self.folder)!r}, got no such file; copy the whole folder"
-                )
-            self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._files[name]
+        with self._opening:
+            if name not in self._files:
+                path = self.folder / name
+                if not path.is_file():
+                    raise CacheFileError(
+                        f"expected {name} in {str(self.folder)!r}, got no such file; copy the whole folder"
+                    )
+                self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            return self._files[name]
 
 
 def unneeded(folder: Path, header: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,8 @@ def load(
             for index, layer in layers:
                 where = f"layer {index} of {str(folder)!r}"
                 at = _device(device, index, model)
+                reader.read_ahead(f"layers.{index}.")
+                reader.read_ahead(f"layers.{index + 1}.")  # while this one's go to their device
                 restore(layer, header["layers"][index], reader, f"layers.{index}.", length, at, where)
             cache._loaded()
     return cache
