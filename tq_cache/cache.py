@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from .checkpoint.scales import GivenScale, check_scales, resolve_scales
 from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
-from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
+from .hf.layers import PackedLayer, PreallocatedLayer, newest_keys, packed_layer
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
@@ -126,7 +127,7 @@ class TurboQuantCache(Saveable, DynamicCache):
         self._warns = True  # of layers that are not packed: once
         self._warn_of_unpacked_layers()
         self._max_cache_len = max_cache_len
-        self._newest, self._sinks, self._backend = residual_length, sink_tokens, backend
+        self._backend = backend
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
@@ -150,12 +151,17 @@ class TurboQuantCache(Saveable, DynamicCache):
             )
         return turns
 
+    @cached_property
+    def _kv_heads(self) -> dict[int, int]:
+        return kv_heads(self.config)
+
     def _make_storage(self, plan: LayerPlan) -> LayerStorage:
         """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
-        check_scales(given, kv_heads(self.config)[plan.index] if given else 0)
+        check_scales(given, self._kv_heads[plan.index] if given else 0)
         length = self._max_cache_len
-        preset, newest, sinks, backend = plan.preset, self._newest, self._sinks, self._backend
+        newest, sinks = self.options["residual_length"], self.options["sink_tokens"]
+        preset, backend = plan.preset, self._backend
         if preset is None:
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
             backend = backend if plan.packable else "reference"  # nor do kernels take such widths
@@ -221,10 +227,10 @@ class TurboQuantCache(Saveable, DynamicCache):
                 f"{key_states.device}; leave offloading out"
             )
         self._place_loaded(layer_idx, key_states)
-        held = self._held_batch_size(layer_idx)
-        if held is not None and held != key_states.shape[0]:
+        held = newest_keys(self.layers[layer_idx])
+        if held is not None and held.shape[0] != key_states.shape[0]:
             raise ValueError(
-                f"expected keys of batch {held}, as this cache holds, got batch {key_states.shape[0]}; "
+                f"expected keys of batch {held.shape[0]}, as this cache holds, got batch {key_states.shape[0]}; "
                 "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
             )
         if held is None and len(key_states.shape) == len(value_states.shape) == 4:  # others the storage refuses
@@ -267,13 +273,6 @@ class TurboQuantCache(Saveable, DynamicCache):
                     layer.storage.before_step()
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def _held_batch_size(self, layer_idx: int) -> int | None:
-        layer = self.layers[layer_idx]
-        if isinstance(layer, PackedLayer):
-            return layer.storage.batch_size
-        keys = getattr(layer, "keys", None)
-        return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.numel() else None
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
         length_after_crop(tokens_to_remove, self.get_seq_length())
@@ -305,7 +304,7 @@ class TurboQuantCache(Saveable, DynamicCache):
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
         slots = self._turns.nbytes if self._turns else 0
-        return make_report(self.preset, self.plans, self.layers, self.scales, kv_heads(self.config), slots)
+        return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         memo[id(self.config)] = self.config  # the model's own, whose attention function may change later

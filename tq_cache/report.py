@@ -9,7 +9,7 @@ import torch
 
 from .checkpoint.scales import RoleScales
 from .formats.presets import Preset, Role
-from .hf.layers import PackedLayer
+from .hf.layers import PackedLayer, newest_keys
 from .parallel import rank_and_world
 from .planning.layers import LayerPlan
 
@@ -123,16 +123,15 @@ def _layer_report(plan: LayerPlan, layer: Any, heads: int | None) -> LayerReport
             first, second = ("latent", "rotary") if plan.latent else ("K", "V")
             stored = f"{first} {plan.preset.key.name}, {second} {plan.preset.value.name}"
         tokens, elements = layer.storage.length, layer.storage.num_elements
-        held = None if layer.storage.newest is None else layer.storage.newest[0].shape[1]
     else:
         exact = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
         stored = f"{exact[0].dtype}".removeprefix("torch.") if exact else "-"
         tokens = exact[0].shape[-2] if exact and exact[0].numel() else 0
         elements = sum(x.numel() for x in exact)
-        held = exact[0].shape[1] if tokens else None
     stored = f"{stored} ({plan.reason})" if plan.reason else stored
     path, host = getattr(layer, "path", ""), layer.storage.host_nbytes if isinstance(layer, PackedLayer) else 0
-    share = _share(held, heads) if held is not None and heads is not None else ""
+    keys = newest_keys(layer)
+    share = "" if keys is None or heads is None else _share(keys.shape[1], heads)
     return LayerReport(plan.index, plan.kind, stored, tokens, held_bytes(layer), 2 * elements, path, host, share)
 
 

@@ -248,6 +248,14 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
     is_croppable = False
 
 
+def newest_keys(layer: Any) -> torch.Tensor | None:
+    """The memory of a cache layer's newest keys, [B, H_kv, slots, D], packed or transformers' own; None before any."""
+    if isinstance(layer, PackedLayer):
+        return None if layer.storage.newest is None else layer.storage.newest[0]
+    keys = getattr(layer, "keys", None)
+    return keys if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+
 def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:
     """The layer of this kind over a storage, in place of transformers' own.
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _active_adapters(model: torch.nn.Module) -> list[str]:
     return sorted(found)
 
 
+@lru_cache(maxsize=64)  # layers are many, formats and widths few
 def code_fingerprint(fmt: Format, head_dim: int) -> str:
     """Changes when the bytes of this format and width come to stand for other numbers."""
     digest = hashlib.sha256(fmt.values(dtype=torch.float64).nan_to_num(nan=1e9).numpy().tobytes())

@@ -54,8 +54,8 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int) -> No
         layer.cumulative_length = torch.tensor(0, dtype=torch.int64)
     layer.lazy_initialization(keys, values)
     if isinstance(layer, StaticLayer):
-        full = getattr(layer, "is_sliding", False) and seen >= layer.max_cache_len
-        start = 1 if full else 0  # the first of a full window is not looked at again
+        # A full window ends with the newest token; its first one is not looked at again, and may be missing.
+        start = layer.max_cache_len - keys.shape[2] if seen >= layer.max_cache_len else 0
         for memory, x in ((layer.keys, keys), (layer.values, values)):
             memory[:, :, start : start + x.shape[2]] = x  # type: ignore[index]  # lazy_initialization made them
         layer.cumulative_length.fill_(seen)
@@ -101,7 +101,5 @@ def place_window(layer: Any, device: torch.device, heads: int) -> None:
     if layer.keys.device == device and layer.keys.shape[1] == heads:
         return
     keys, values, seen = window(layer)
-    if isinstance(layer, StaticLayer) and seen >= layer.max_cache_len:
-        keys, values = keys[:, :, 1:], values[:, :, 1:]
     keys, values = (x[:, share].to(device).contiguous() for x in (keys, values))
     _fill(layer, keys, values, seen)

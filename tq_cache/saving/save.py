@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..hf.layers import PackedLayer
+from ..hf.layers import newest_keys
 from ..parallel import rank_and_world, share_of_heads
 from ..planning.geometry import kv_heads
 from .folder import Writer, new_save, write_header
@@ -83,9 +83,8 @@ def _heads(cache: Any) -> dict[int, tuple[int, int, int]]:
     totals = kv_heads(cache.config)
     found = {}
     for index, layer in enumerate(cache.layers):
-        keys = layer.storage.newest[0] if isinstance(layer, PackedLayer) and layer.storage.newest else None
-        keys = getattr(layer, "keys", None) if not isinstance(layer, PackedLayer) else keys
-        if keys is None or keys.dim() != 4:
+        keys = newest_keys(layer)
+        if keys is None:
             continue
         held = total = keys.shape[1]
         if rank_and_world()[1] > 1 and totals.get(index, 0) > held:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import transformers
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..compat import outside_graph
-from ..hf.layers import PackedLayer
+from ..hf.layers import PackedLayer, newest_keys
 from ..version import __version__
 from .load import Place, load
 from .own_layers import place_window
@@ -89,7 +89,7 @@ class Saveable(Cache):
 
     def _loaded(self) -> None:
         """Layers hold tokens of a folder: the next update moves each to where its new tokens are."""
-        self._unplaced = frozenset(index for index, layer in enumerate(self.layers) if _has_tokens(layer))
+        self._unplaced = frozenset(i for i, layer in enumerate(self.layers) if newest_keys(layer) is not None)
 
     def _place_loaded(self, layer_idx: int, key_states: torch.Tensor) -> None:
         """Before an update: move tokens that were loaded to where these are, of KV heads to this process's."""
@@ -103,9 +103,3 @@ class Saveable(Cache):
         else:
             place_window(layer, key_states.device, heads)
         self._unplaced -= {layer_idx}
-
-
-def _has_tokens(layer: Any) -> bool:
-    if isinstance(layer, PackedLayer):
-        return layer.storage.newest is not None
-    return isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() > 0

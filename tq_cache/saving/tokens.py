@@ -15,7 +15,7 @@ import torch
 from ..formats.packing import BLOCK_TOKENS, packed_bytes
 from ..formats.presets import Format, Preset, Role
 from ..formats.states import Calibration, KVView, PackedStates
-from ..storage.base import LayerStorage, trimmed
+from ..storage.base import LayerStorage, round_up, trimmed
 from .folder import Reader, expect, is_count, own_copy
 
 COUNTS = ("batch", "heads", "sinks", "packed", "tail")
@@ -120,9 +120,7 @@ def _check_tokens(
 def _check_calibration(tensors: Tensors, where: str) -> None:
     for name, x in tensors.items():
         if name.endswith((".center", ".smooth", ".scale", ".squares")):
-            right = bool(x.isfinite().all()) and (
-                name.endswith((".center", ".squares", ".seen")) or bool((x > 0).all())
-            )
+            right = bool(x.isfinite().all()) and (name.endswith((".center", ".squares")) or bool((x > 0).all()))
             expect(right, f"{name} finite, and of factors positive", "others", where)
 
 
@@ -131,7 +129,7 @@ def _make_view(
 ) -> tuple[KVView, tuple[Calibration, Calibration] | None]:
     """The view of so many sinks, packed tokens and tail, and the calibration."""
     sinks, packed, tail = counts
-    preset, blocks = storage.preset, -(-packed // BLOCK_TOKENS)
+    preset, blocks, room = storage.preset, -(-packed // BLOCK_TOKENS), round_up(packed)
     calibrations = [
         Calibration(**{
             f.name: own_copy(tensors[f"{name}.{f.name}"], device)
@@ -146,7 +144,7 @@ def _make_view(
         for number, name in enumerate(("key", "value")):
             cut = {
                 part: None if (x := tensors.get(f"{name}.{part}")) is None else own_copy(x[:, :, :size], device)
-                for part, size in (("packed", blocks), ("scales", 64 * blocks), ("zeros", 64 * blocks))
+                for part, size in (("packed", blocks), ("scales", room), ("zeros", room))
             }
             dim = tensors[f"tail.{name}s"].shape[3]
             assert cut["packed"] is not None

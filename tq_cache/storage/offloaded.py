@@ -13,7 +13,7 @@ up to powers of two.
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ..formats.packing import BLOCK_TOKENS
-from ..formats.presets import Preset, Role
 from ..formats.states import Calibration, KVView
 from .base import round_up
 from .flat import HostStates, Pair, flat_bytes, parts
@@ -135,21 +134,14 @@ def _spread(place: int) -> str:
 class OffloadedStorage(GrowingStorage):
     """See `GrowingStorage`, and above.
 
-    turns: shared by the layers of a cache
+    turns:     shared by the layers of a cache
+    arguments: those of `GrowingStorage`
     """
 
-    def __init__(
-        self,
-        turns: Turns,
-        preset: Preset,
-        residual_length: int,
-        sink_tokens: int,
-        backend: str,
-        given_scales: Mapping[Role, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, turns: Turns, *arguments: Any) -> None:
         self.turns = turns
         self.host: HostStates | None = None  # then key and value are those in it
-        super().__init__(preset, residual_length, sink_tokens, backend, given_scales)
+        super().__init__(*arguments)
         turns.layers.append(self)
 
     def clear(self) -> None:

@@ -104,8 +104,10 @@ def generate(
         options: dict[str, Any] = {"residual_length": residual_length, "skip_layers": parse_skip_layers(skip_layers)}
         options |= {"skip_format": skip_format, "layer_presets": parse_layer_presets(layer_presets)}
         language_model, tokenizer = load_model(model)
-        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(language_model.device)
-        held = None if prompt_cache is None else saved.load_beginning(prompt_cache, language_model, ids)
+        held, ids = None, torch.empty(0)  # looked at with a prompt_cache alone
+        if prompt_cache is not None:
+            ids = tokenizer(text, return_tensors="pt")["input_ids"].to(language_model.device)
+            held = saved.load_beginning(prompt_cache, language_model, ids)
         cache = demo_runs.make_cache(language_model, preset, **options) if held is None else held
         if held is not None:
             preset = str(held.options["preset"])
@@ -302,8 +304,7 @@ def cache_info(folder: Folder, json_: AsJSON = False) -> None:
 def cache_verify(folder: Folder, json_: AsJSON = False) -> None:
     """Read all of a saved cache and compare checksums; exit code 2 where it is damaged."""
     with user_errors():
-        with progress("verifying", saved.count_tensors(folder)) as advance:
-            count = saved.verify(folder, advance)
+        count = saved.verify(folder, progress)
         said = saved.summary(folder)
         if json_:
             print(json.dumps(said | {"tensors": count, "whole": True}))

@@ -1,6 +1,7 @@
 """Saved caches on the command line: what a folder holds, whether it is whole, and a prompt that begins with it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,9 @@ def table(said: Mapping[str, Any], title: str) -> Table:
     return made
 
 
-def count_tensors(folder: Path) -> int:
-    return len(read_header(folder)["tensors"])
-
-
-def verify(folder: Path, advance: Callable[[], None]) -> int:
+def verify(folder: Path, progress: Callable[[str, int], AbstractContextManager[Callable[[], None]]]) -> int:
     """Read every tensor; how many there are.  Raises CacheFileError at the first that is not as it was saved."""
-    with Reader(folder) as reader:
+    with Reader(folder) as reader, progress("verifying", len(reader.tensors)) as advance:
         check_header(reader.header, str(folder))
         for name in reader.tensors:
             reader.read(name)
