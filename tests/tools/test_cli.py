@@ -1,6 +1,7 @@
 """The commands, run in this process and, once, as a user does."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 
 import tq_cache
 from tq_cache import PRESETS
-from tq_cache.tools.cli import app, parse_layer_presets, parse_presets, parse_skip_layers
+from tq_cache.tools.arguments import parse_layer_presets, parse_presets, parse_skip_layers
+from tq_cache.tools.cli import app
 from tq_cache.tools.runs import EMBEDDED_MODEL
 
 
@@ -180,6 +182,56 @@ def test_module_runs_and_import_stays_light():
     for command in ("demo", "generate", "info", "plan", "eval"):
         assert f" {command} " in done.stdout
     assert "matplotlib" not in done.stderr
+
+
+SMALL = ["--context", 200, "--decode", 8, "--num-texts", 1, "--cases", 0, "--greedy", 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "look"),
+    [
+        (["info"], lambda said: {row["name"]: row["bytes"] for row in said["presets"]}["tq4"] == 132),
+        (["info", "--model", EMBEDDED_MODEL], lambda said: said["checkpoint"]["has_fp8_scales"] is False),
+        (["plan", "--model", EMBEDDED_MODEL, "--presets", "tq3"],
+         lambda said: [row["name"] for row in said["rows"]] == ["16-bit", "tq3"] and said["layers"][7]["key_dim"] > 0),
+        (["demo", "--presets", "tq4", "--prompt-tokens", "300"],
+         lambda said: said["answer"] in said["runs"][1]["text"] and said["runs"][1]["agreement"] == 1.0),
+        (["generate", "--prompt", "Mira was", "--max-new-tokens", "2"],
+         lambda said: len(said["tokens"]) == 2 and said["nbytes"] > 0),
+        (["eval", "--presets", "tq4", "--settings", "all_packed", *SMALL], lambda said: said["rows"][1]["kl"] > 0),
+    ],
+    ids=["info", "checkpoint", "plan", "demo", "generate", "eval"],
+)  # fmt: skip
+def test_json_is_one_line_and_nothing_else(arguments, look):
+    lines = run(*arguments, "--json").stdout.splitlines()
+    assert len(lines) == 1 and look(json.loads(lines[0]))
+
+
+@pytest.mark.parametrize("moment", ["measuring", "writing"])
+def test_ctrl_c_leaves_the_result_before_and_nothing_else(tmp_path, monkeypatch, moment):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    def half(record, file, **kwargs):
+        file.write("{")
+        raise KeyboardInterrupt
+
+    (tmp_path / "r.json").write_text("before")
+    if moment == "measuring":
+        monkeypatch.setattr("tq_cache.tools.evaluate.evaluate", interrupted)
+    else:
+        monkeypatch.setattr("tq_cache.tools.files.json.dump", half)
+    result = run("eval", "--presets", "tq4", *SMALL, "--out", tmp_path / "r.json", code=130)
+    assert result.stderr.strip().splitlines()[-1] == "interrupted" and "Traceback" not in result.output
+    assert (tmp_path / "r.json").read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_shells_complete(monkeypatch):
+    done = subprocess.run(
+        [sys.executable, "-m", "tq_cache"], capture_output=True, text=True,
+        env=os.environ | {"_TQ_CACHE_COMPLETE": "complete_bash", "COMP_WORDS": "tq-cache pl", "COMP_CWORD": "1"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["plan"], done.stderr
 
 
 def test_saved_caches(tmp_path):

@@ -1,6 +1,7 @@
 """Continuations scored under a cache, the documents of our tasks, and lm-evaluation-harness with both (slow)."""
 
 import copy
+import json
 import re
 from collections import Counter
 
@@ -212,5 +213,8 @@ def test_the_command(tmp_path):
     lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.startswith("│")}
     assert set(lines) == set(harness.OWN) and "1" in lines["tq_passkey"]
     assert (tmp_path / "result.json").read_text().startswith("{")
+    (tmp_path / "result.json").unlink()
+    said = CliRunner().invoke(app, ["lm-eval", "--tasks", "tq_passkey", *options, "--json"]).stdout
+    assert json.loads(said) == json.loads((tmp_path / "result.json").read_text())
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "tq_nothing", *options])
     assert result.exit_code == 2 and "tq_passkey_choice" in result.output

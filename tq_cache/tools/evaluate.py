@@ -5,7 +5,6 @@ rest in forwards of a few tokens.  Only those count.  Exact logits and greedy to
 """
 
 import copy
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ import torch
 
 from . import estimates, recall
 from .baselines import Candidate, exact, turboquant
+from .files import replacing, write_json
 from .footprint import Footprint, footprint
 from .greedy import Agreement, agreement, greedy_tokens
 from .runs import make_cache
@@ -131,7 +131,7 @@ class EvalResult:
 
     def save_json(self, path: str | Path) -> None:
         """Write everything as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(path, asdict(self))
 
     def save_plot(self, path: str | Path) -> None:
         """KL over bytes per token, and recall by depth, as an image.  Needs matplotlib."""
@@ -147,7 +147,8 @@ class EvalResult:
         by_depth.set(xlabel="depth of the fact (0: start)", ylabel="recall (%)", ylim=(-5, 105))
         quality.legend(fontsize="small")
         figure.suptitle(f"{self.model}: {self.settings.context} tokens, then {self.settings.decode} decoded")
-        figure.savefig(path, dpi=120)
+        with replacing(path) as part:
+            figure.savefig(part, dpi=120)
 
 
 def evaluate(

@@ -1,18 +1,14 @@
 """What the command line prints: results as tables."""
 
-import platform
-import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from rich.markup import escape
 from rich.table import Table
 
 from ..backends import describe
-from ..backends.hardware import ARCHITECTURES, Architecture
+from ..backends.hardware import ARCHITECTURES
 from ..cache import TurboQuantCache
 from ..checkpoint.declaration import find_folder, read_declaration
 from ..formats.presets import PRESETS
@@ -20,10 +16,9 @@ from ..planning.geometry import LayerGeometry
 from ..planning.memory import MOST_TOKENS, MemoryPlan
 from .evaluate import EvalResult
 from .harness import Results
+from .records import TABLE_HEAD_DIM, preset_record, stored
 from .runs import Generated
 from .tasks import Case
-
-TABLE_HEAD_DIM = 128
 
 
 def demo_table(case: Case, runs: Sequence[Generated], device: torch.device) -> Table:
@@ -52,17 +47,18 @@ def generated_line(run: Generated) -> str:
     )
 
 
-def machine_table(device: torch.device, row: Architecture) -> Table:
-    """Where and with what this runs."""
-    table = Table(title="this machine", show_header=False)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    table.add_row("device", f"{device.type}: {name}, architecture {row.name}, {torch.get_num_threads()} CPU threads")
-    table.add_row("computed by", f"{describe(device)}, all formats")
-    table.add_row("decode path", f"{row.decode_path}: {row.reason}")
-    table.add_row("fp8 by instruction", f"convert: {_formats(row.fp8_convert)}; multiply: {_formats(row.fp8_multiply)}")
-    table.add_row("python, system", f"{sys.version.split()[0]}, {platform.platform()}")
-    table.add_row("torch, transformers", f"{torch.__version__}, {transformers.__version__}")
-    table.add_row("triton, tq-cache", f"{_version('triton')}, {_version('tq-cache')}")
+def machine_table(machine: Mapping[str, Any]) -> Table:
+    """Of a `machine_record`."""
+    table, row = Table(title="this machine", show_header=False), machine["architecture"]
+    where = f"{machine['device']}: {machine['name']}, architecture {row['name']}"
+    table.add_row("device", f"{where}, {machine['cpu_threads']} CPU threads")
+    table.add_row("computed by", f"{machine['computed_by']}, all formats")
+    table.add_row("decode path", f"{row['decode_path']}: {row['reason']}")
+    fp8 = f"convert: {_formats(row['fp8_convert'])}; multiply: {_formats(row['fp8_multiply'])}"
+    table.add_row("fp8 by instruction", fp8)
+    table.add_row("python, system", f"{machine['python']}, {machine['system']}")
+    table.add_row("torch, transformers", f"{machine['torch']}, {machine['transformers']}")
+    table.add_row("triton, tq-cache", ", ".join(machine[name] or "not installed" for name in ("triton", "tq-cache")))
     return table
 
 
@@ -71,14 +67,10 @@ def preset_table() -> Table:
     table = _table("preset", "keys", "values", ">bytes/token", ">smaller", "centred", "smoothed")
     table.title = f"presets (bytes of one packed token of one KV head, head_dim {TABLE_HEAD_DIM})"
     exact = 4 * TABLE_HEAD_DIM
-    for preset in PRESETS.values():
-        nbytes = preset.token_bytes(TABLE_HEAD_DIM, TABLE_HEAD_DIM)
-        center, smooth = (
-            " and ".join(f"{role}s" for role in preset.center) or "-",
-            f"{preset.smooth:g}" if preset.smooth else "-",
-        )
-        row = [preset.name, preset.key.name, preset.value.name, f"{nbytes}", f"{exact / nbytes:.2f}x"]
-        table.add_row(*row, center, smooth)
+    for said in map(preset_record, PRESETS.values()):
+        center = " and ".join(f"{role}s" for role in said["center"]) or "-"
+        row = [said["name"], said["keys"], said["values"], f"{said['bytes']}", f"{exact / said['bytes']:.2f}x"]
+        table.add_row(*row, center, f"{said['smooth']:g}" if said["smooth"] else "-")
     table.caption = (
         "float8 scales: those of k_scale=, v_scale=; else those that the checkpoint ships; else one per sequence and "
         "KV head, from the first tokens (info --model says which, and why)"
@@ -115,10 +107,7 @@ def geometry_table(plan: MemoryPlan) -> Table:
     table.title = f"{plan.geometry.model_type}: {len(plan.geometry.layers)} cache layers"
     groups: dict[tuple[str, ...], int] = {}
     for layer, layer_plan in zip(plan.geometry.layers, plan.layer_plans, strict=True):
-        stored = "16-bit" if layer.num_kv_heads else "-"
-        if layer_plan.preset is not None:
-            stored = layer_plan.preset.name if layer_plan.reason else "packed"
-        key = (*_dims(layer), stored, layer_plan.reason)
+        key = (*_dims(layer), stored(layer, layer_plan), layer_plan.reason)
         groups[key] = groups.get(key, 0) + 1
     for key, count in groups.items():
         table.add_row(str(count), *key)
@@ -242,10 +231,3 @@ def _formats(names: Sequence[str]) -> str:
 def _one_line(text: str, most: int) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
