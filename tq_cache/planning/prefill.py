@@ -2,9 +2,11 @@
 
 The model is built on the meta device, where tensors have shapes and no content, and run once.  Every tensor that an
 operation makes is counted until it is freed: what Python still refers to is held here as it is on a GPU.  Not counted
-is what a kernel takes for itself while it runs (a workspace of cuBLAS, the block tables of flash attention).
+is what a kernel takes for itself while it runs (a workspace of cuBLAS), nor the steps that dequantise weights; where a
+package brings kernels of its own (linear attention, experts), what they save is not known here.
 """
 
+import copy
 import weakref
 from typing import Any
 
@@ -78,8 +80,19 @@ def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         raise NotImplementedError(unknown + "transformers has no causal language model of it")
     dtype = getattr(config, "dtype", None) or getattr(decoder, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=FUSED_ATTENTION)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(found),  # it writes dtype and attention function into what it gets
+            dtype=dtype,
+            attn_implementation=_attention_of(found),
+        )
     return model.eval()
+
+
+def _attention_of(config: PreTrainedConfig) -> str | None:
+    """The attention function to ask for; None, the model's own, where it knows no other and does form the scores."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known = model_class._supports_sdpa or model_class._supports_attention_backend
+    return FUSED_ATTENTION if known else None
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -114,10 +127,15 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Answers scaled_dot_product_attention by its output's shape: what the meta device runs would form the scores."""
+    """Answers scaled_dot_product_attention by its output's shape: what the meta device runs would form the scores.
+
+    And `pad_token_id in input_ids`, with which models look for padding: there is none.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.__contains__:
+            return False
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
@@ -141,5 +159,10 @@ def _fused_shapes(
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
+def _mask_without_padding(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """sdpa's mask.  Some models make a padding mask of ones themselves, into which it would look."""
+    return sdpa_mask(*args, **kwargs)
+
+
 AttentionInterface.register(FUSED_ATTENTION, _fused_shapes)
-AttentionMaskInterface.register(FUSED_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(FUSED_ATTENTION, _mask_without_padding)
