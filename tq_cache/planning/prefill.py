@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,15 +31,20 @@ from transformers.masking_utils import sdpa_mask
 from ..compat import decoder_config
 
 FUSED_ATTENTION = "tq_fused_shapes"
+MODELS = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+)
 
 
 def prefill_bytes(config: PreTrainedConfig, tokens: int, batch: int = 1) -> int:
     """Most bytes of activations at any one time of a forward of `batch` prompts of `tokens` tokens each.
 
     Beside weights, input ids and whatever the cache holds; logits of the last token only, as `generate()` asks for;
-    attention forms no matrix of scores, but a mask where the model makes one (a sliding window shorter than the
-    prompt: `batch` x tokens x tokens bytes).  In the dtype of the config, bfloat16 where it names none.  Of a prompt
-    in chunks (`generate(prefill_chunk_size=...)`), `tokens` is the size of one.
+    attention forms no matrix of scores, unless the model knows no other than its own (Bloom, CodeGen, ...), but a mask
+    where the model makes one (a sliding window shorter than the prompt: tokens x tokens bytes).  In the dtype of the
+    config, bfloat16 where it names none.  Of a prompt in chunks (`generate(prefill_chunk_size=...)`), `tokens` is the
+    size of one.
 
     Raises ValueError unless tokens and batch are positive, and NotImplementedError, with the reason, where it cannot be
     known from shapes alone: no causal language model of this config, an encoder-decoder, or operations whose shapes
@@ -45,15 +52,34 @@ def prefill_bytes(config: PreTrainedConfig, tokens: int, batch: int = 1) -> int:
     """
     if tokens < 1 or batch < 1:
         raise ValueError(f"expected tokens and batch of 1 or more, got {tokens} and {batch}")
-    model = _meta_model(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(_unknown(config) + "its prompt goes through an encoder")
+    decoder = decoder_config(config)
+    known = ((x, auto) for x in (config, decoder) for mapping, auto in MODELS if type(x) in mapping)
+    found, auto = next(known, (None, None))
+    if found is None or auto is None:
+        raise NotImplementedError(_unknown(config) + "transformers has no causal language model of it")
+    dtype = getattr(config, "dtype", None) or getattr(decoder, "dtype", None) or torch.bfloat16
     try:
-        return forward_peak(model, torch.empty(batch, tokens, dtype=torch.long, device="meta"))
+        with torch.device("meta"):
+            model, input_ids = build_model(found, auto, dtype), torch.empty(batch, tokens, dtype=torch.long)
+        return forward_peak(model, input_ids)
     except Exception as error:  # whatever the code of a model raises where it looks into tensors
         reason = " ".join(str(error).split())[:200]
         raise NotImplementedError(
-            f"the memory of a prefill of {type(model).__name__} is not known: its forward cannot be run on shapes "
-            f"alone ({type(error).__name__}: {reason}); measure it, with torch.cuda.max_memory_allocated()"
+            f"{_unknown(config)}its forward cannot be run on shapes alone ({type(error).__name__}: {reason}); "
+            "measure it, with torch.cuda.max_memory_allocated()"
         ) from error
+
+
+def build_model(config: PreTrainedConfig, auto: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that the auto class has for this config, whose attention forms no scores where it knows another way."""
+    model_class = auto._model_mapping[type(config)]
+    attention = "sdpa" if model_class._supports_sdpa else None  # None: its own
+    if model_class._supports_attention_backend:
+        attention = FUSED_ATTENTION
+    config = copy.deepcopy(config)  # the auto class writes dtype and attention function into it
+    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def forward_peak(model: PreTrainedModel, input_ids: torch.Tensor) -> int:
@@ -69,30 +95,8 @@ def forward_peak(model: PreTrainedModel, input_ids: torch.Tensor) -> int:
     return counted.peak
 
 
-def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of this config, of shapes alone."""
-    unknown = f"the memory of a prefill of {type(config).__name__} is not known: "
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(unknown + "its prompt goes through an encoder")
-    decoder = decoder_config(config)
-    found = next((x for x in (config, decoder) if type(x) in MODEL_FOR_CAUSAL_LM_MAPPING), None)
-    if found is None:
-        raise NotImplementedError(unknown + "transformers has no causal language model of it")
-    dtype = getattr(config, "dtype", None) or getattr(decoder, "dtype", None) or torch.bfloat16
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(found),  # it writes dtype and attention function into what it gets
-            dtype=dtype,
-            attn_implementation=_attention_of(found),
-        )
-    return model.eval()
-
-
-def _attention_of(config: PreTrainedConfig) -> str | None:
-    """The attention function to ask for; None, the model's own, where it knows no other and does form the scores."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    known = model_class._supports_sdpa or model_class._supports_attention_backend
-    return FUSED_ATTENTION if known else None
+def _unknown(config: PreTrainedConfig) -> str:
+    return f"the memory of a prefill of {type(config).__name__} is not known: "
 
 
 class _LiveBytes(TorchDispatchMode):
