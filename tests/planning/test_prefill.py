@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, VOCAB, WINDOW, config_for
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig, Qwen3Config, Qwen3VLConfig, ViTConfig
 
-from tq_cache.compat import RESET_KEEPS_LENGTH
 from tq_cache.planning.memory import PlanSettings, plan_memory
 from tq_cache.planning.prefill import FUSED_ATTENTION, build_model, forward_peak, prefill_bytes
 from tq_cache.tools.tables import geometry_table
@@ -26,11 +27,12 @@ SMALL = LlamaConfig(
 # GQA, windows with masks, latents and experts, linear attention, absolute positions, ALiBi in an attention of its own,
 # sink logits
 MODEL_TYPES = "llama gemma3_text deepseek_v3 qwen3_next gpt2 mpt gpt_oss".split()
-# Said, not guessed: experts chosen token by token in Python, a class that is in no mapping, decoders of Bart's kind, which
-# make a padding mask and look into it; up to 5.17 also some more that look for padding.
+BEFORE_5_18 = Version(transformers.__version__) < Version("5.18")
+# Said, not guessed: experts chosen token by token in Python, a class that is in no mapping, decoders of Bart's kind,
+# which make a padding mask and look into it; up to 5.17 also some more that look for padding.
 UNKNOWN = set("dbrx emu3 jetmoe longcat_flash mllama qwen4_exp qwen4_exp_text xmod".split())
 UNKNOWN |= set("bart biogpt blenderbot blenderbot-small marian mbart pegasus plbart".split())
-UNKNOWN |= set("aria_text big_bird megatron-bert rembert roformer".split()) if RESET_KEEPS_LENGTH else set()
+UNKNOWN |= set("aria_text big_bird megatron-bert rembert roformer".split()) if BEFORE_5_18 else set()
 
 
 def real_peak(config, input_ids) -> int:
