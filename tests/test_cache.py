@@ -1,6 +1,7 @@
 """The cache as transformers and users see it: contract, bytes, what a step allocates, bad input."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,6 +191,14 @@ def test_report_says_per_layer_what_is_stored():
     assert report.bytes_16bit == 6 * 2 * 2 * 400 * 2 * 32 * 2
     assert report.layers[0].bits_per_element == 32 * 448 / 400  # room for a whole block
     assert "K tq4, V tq4" in str(report) and f"{report.nbytes:,}" in str(report)
+
+
+def test_report_says_what_the_process_held_where_there_is_a_gpu():
+    report = filled(TurboQuantCache(llama_config(), "tq4"), 400).report()
+    assert report.peak_nbytes == 0 and "the process held" not in str(report)
+    report = replace(report, peaks={"cuda:0": 12_340_000_000, "cuda:1": 2_000_000_000})
+    assert report.peak_nbytes == 14_340_000_000
+    assert str(report).endswith("the process held at most 12.34 GB on cuda:0, 2.00 GB on cuda:1 so far")
 
 
 def test_warns_when_nothing_is_packed():

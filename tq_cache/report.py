@@ -1,7 +1,7 @@
 """What a cache holds, per layer and in all, as data and as a table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
@@ -43,12 +43,20 @@ class CacheReport:
     """What a cache holds, and where the scales of float8 keys and values come from; `str` gives a table.
 
     slot_nbytes: bytes of the device memory to which offloaded layers are copied
+    peaks:       the most bytes that PyTorch has held on each CUDA device of the cache's layers since this process began
+                 (or since `torch.cuda.reset_peak_memory_stats`): weights, activations and all else with the cache
     """
 
     preset: str
     layers: list[LayerReport]
     scales: tuple[RoleScales, ...] = ()
     slot_nbytes: int = 0
+    peaks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """`peaks` of all devices together, which need not have been at the same time; 0 without CUDA."""
+        return sum(self.peaks.values())
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +107,9 @@ class CacheReport:
         console.print(table)
         for scales in self.scales:
             console.print(str(scales), markup=False, highlight=False)
+        if self.peaks:
+            sizes_on = (f"{peak / 1e9:.2f} GB on {device}" for device, peak in self.peaks.items())
+            console.print(f"the process held at most {', '.join(sizes_on)} so far", markup=False, highlight=False)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue().rstrip()
 
@@ -113,7 +124,19 @@ def make_report(
 ) -> CacheReport:
     """The report of a cache's layers, their plans, scales by role, the model's KV heads by layer, bytes of slots."""
     reports = [_layer_report(plan, layer, heads.get(plan.index)) for plan, layer in zip(plans, layers, strict=True)]
-    return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes)
+    return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes, _peaks(layers))
+
+
+def _peaks(layers: Sequence[Any]) -> dict[str, int]:
+    """`CacheReport.peaks`: counters on the host, so nothing is waited for; none where CUDA has not been used."""
+    if not torch.cuda.is_initialized():
+        return {}
+    devices = {str(device): device for layer in layers if (device := getattr(layer, "device", None)) is not None}
+    return {
+        name: torch.cuda.max_memory_allocated(device)
+        for name, device in sorted(devices.items())
+        if device.type == "cuda"
+    }
 
 
 def _layer_report(plan: LayerPlan, layer: Any, heads: int | None) -> LayerReport:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, LlamaConfig
 
 from tq_cache import PRESETS, TurboQuantCache
+from tq_cache.planning.prefill import prefill_bytes
 from tq_cache.tools.runs import EMBEDDED_MODEL, load_model
 from tq_cache.tools.tasks import build_case
 
@@ -134,6 +135,9 @@ def test_bytes_are_those_the_device_holds(embedded, case):
     answer(model, tokenizer, case, cache)
     held = torch.cuda.memory_allocated() - before
     assert held == pytest.approx(cache.nbytes, rel=0.05)  # the allocator rounds every tensor up to 512 bytes
+    report = cache.report()
+    assert report.peaks == {f"cuda:{torch.cuda.current_device()}": torch.cuda.max_memory_allocated()}
+    assert report.peak_nbytes > report.nbytes and "the process held at most" in str(report)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -147,3 +151,22 @@ def test_layers_on_several_devices(embedded, case):
     cache = TurboQuantCache(model.config, "tq4", **PACKED)
     assert case.matches(answer(model, tokenizer, case, cache))
     assert [layer.storage.key.packed.device.index for layer in cache.layers] == [0] * 4 + [1] * 4
+
+
+def test_a_prefill_takes_what_shapes_say():
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=4, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="turboquant").eval()
+    ids = torch.randint(3, 1000, (2, 4096), device="cuda")
+    for _ in range(2):  # once for what is allocated once
+        cache = TurboQuantCache(config, "tq4")
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.inference_mode():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        took = torch.cuda.max_memory_allocated() - held - cache.nbytes
+    assert took == pytest.approx(prefill_bytes(config, 4096, 2), rel=0.05)

@@ -17,6 +17,7 @@ from ..storage.base import round_up
 from ..storage.checks import check_dims, unpackable_width
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
+from .prefill import prefill_bytes
 
 EXACT = "16-bit"
 EXACT_BYTES = 2
@@ -66,7 +67,10 @@ class PlanRow:
 class MemoryPlan:
     """The first row is the 16-bit cache, then one per preset.  `memory` is what there is for keys and values.
 
-    layer_plans: with the first of the presets; those without a reason follow the preset of the row
+    layer_plans:     with the first of the presets; those without a reason follow the preset of the row
+    prefill_bytes:   what a prefill of the whole context takes at its peak beside weights and cache, the same for every
+                     row (`prefill_bytes` of `planning.prefill`); None: not asked for, or not known
+    prefill_unknown: why it is not known, else ""
     """
 
     geometry: ModelGeometry
@@ -74,12 +78,21 @@ class MemoryPlan:
     settings: PlanSettings
     memory: int | None
     rows: tuple[PlanRow, ...]
+    prefill_bytes: int | None = None
+    prefill_unknown: str = ""
 
 
 def plan_memory(
-    config: PreTrainedConfig, presets: Sequence[str], settings: PlanSettings, memory: int | None = None
+    config: PreTrainedConfig,
+    presets: Sequence[str],
+    settings: PlanSettings,
+    memory: int | None = None,
+    prefill: bool = False,
 ) -> MemoryPlan:
     """Bytes of the 16-bit cache and of each preset, and the longest context that fits in `memory` bytes.
+
+    With `prefill` also what a prefill of the context takes beside them, which imports the model's code and takes up to
+    a few seconds.
 
     Layers whose head_dim cannot be packed are counted at 16 bits, as a cache keeps them.  Raises ValueError or
     NotImplementedError on unknown presets or layers, on rotary keys that cannot be packed, and on a memory that is not
@@ -97,7 +110,8 @@ def plan_memory(
         longest = None if memory is None else longest_context(geometry, preset, settings, memory)
         name = EXACT if preset is None else preset.name
         rows.append(PlanRow(name, nbytes, exact / nbytes, 8 * EXACT_BYTES * nbytes / exact, longest))
-    return MemoryPlan(geometry, layer_plans, settings, memory, tuple(rows))
+    activations = _prefill(config, settings) if prefill else (None, "")
+    return MemoryPlan(geometry, layer_plans, settings, memory, tuple(rows), *activations)
 
 
 def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> int:
@@ -126,6 +140,14 @@ def parse_memory(text: str) -> int:
     if match is None or match[2].upper() not in MEMORY_UNITS:
         raise ValueError(f"expected a memory size such as 24GB, 80GiB or 512MB, got {text!r}")
     return int(float(match[1]) * MEMORY_UNITS[match[2].upper()])
+
+
+def _prefill(config: PreTrainedConfig, settings: PlanSettings) -> tuple[int | None, str]:
+    """Bytes of a prefill, or None and why they are not known."""
+    try:
+        return prefill_bytes(config, settings.context, settings.batch), ""
+    except NotImplementedError as error:
+        return None, str(error)
 
 
 def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:

@@ -167,7 +167,7 @@ def plan(
             layer_presets=parse_layer_presets(layer_presets),
             rotary=rotary,
         )
-        planned = plan_memory(load_config(model), parse_presets(presets), settings, left)
+        planned = plan_memory(load_config(model), parse_presets(presets), settings, left, prefill=True)
         printed = lambda: tables.geometry_table(planned), lambda: tables.plan_table(planned)
         show(json_, lambda: records.plan_record(planned), *printed)
 

@@ -111,8 +111,18 @@ def geometry_table(plan: MemoryPlan) -> Table:
         groups[key] = groups.get(key, 0) + 1
     for key, count in groups.items():
         table.add_row(str(count), *key)
-    table.caption = "; ".join(plan.geometry.notes) or None
+    notes = ["; ".join(plan.geometry.notes), escape(_prefill_line(plan))]
+    table.caption = "\n".join(filter(None, notes)) or None
     return table
+
+
+def _prefill_line(plan: MemoryPlan) -> str:
+    """What a prefill takes, or why that is not known; empty where it was not asked for."""
+    if plan.prefill_bytes is None:
+        return plan.prefill_unknown
+    batch = f"{plan.settings.batch} x " if plan.settings.batch > 1 else ""
+    size = f"{plan.prefill_bytes:,} bytes ({plan.prefill_bytes / 1e9:.3f} GB)"
+    return f"a prefill of {batch}{plan.settings.context:,} tokens takes, beside weights and cache, {size} at its peak"
 
 
 def plan_table(plan: MemoryPlan) -> Table:
