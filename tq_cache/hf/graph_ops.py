@@ -18,6 +18,7 @@ from .handles import materialize as materialize_view
 
 CALIBRATION = ("center", "smooth", "scale")
 REFERENCE = "reference"
+Function = Callable[..., Any]
 OUTSIDE = (torch.Tag.cudagraph_unsafe,)  # of CUDA graphs, which are of what is before and behind
 
 
@@ -113,13 +114,17 @@ def operation(name: str, spec: str) -> Any:
     return getattr(torch.ops.tq_cache, f"{name}_outside" if spec.endswith(REFERENCE) else name)
 
 
-def _register(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], None]:
-    """Register an operation, and as NAME_outside one that CUDA graphs leave out: the reference waits for the device."""
+def _register(fake: Function, mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
+    """Register an operation, and as NAME_outside one that CUDA graphs leave out: the reference waits for the device.
 
-    def register(function: Callable[..., Any]) -> None:
+    fake: what torch.compile takes for its result, of the same arguments
+    """
+
+    def register(function: Function) -> Function:
         for name, tags in ((function.__name__, ()), (f"{function.__name__}_outside", OUTSIDE)):
             made = torch.library.custom_op(f"tq_cache::{name}", function, mutates_args=mutates, tags=tags)
             made.register_fake(fake)
+        return function
 
     return register
 
