@@ -4,7 +4,7 @@
 #     bash benchmarks/all.sh FOLDER [tests decode latent latent_step preallocated quantise prefill generate enable longest
 #                                    offload saving parallel]
 #
-# The tests take 5 minutes on one H200 with 16 cores, decode 5, generate 15, enable 7, the others 1 to 3 each.  Parallel
+# The tests take 9 minutes on one H200 with 16 cores, decode 5, generate 15, enable 7, the others 1 to 3 each.  Parallel
 # needs two GPUs, takes 10, and runs only where it is named.
 set -uo pipefail
 cd "$(dirname "$0")/.."

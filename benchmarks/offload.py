@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import MODELS, make_model
+from generate import MODELS, SDPA, make_model
 from measure import write
+from torch.nn.attention import sdpa_kernel
 from transformers import DynamicCache, PretrainedConfig
 
 from tq_cache import TurboQuantCache
@@ -91,7 +92,7 @@ def steps_ms(model: torch.nn.Module, cache: Any, batch: int, tokens: int, steps:
 
     def one(place: int) -> None:
         position = torch.full((batch, 1), tokens + place, device=model.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), sdpa_kernel(SDPA["eager"]):
             model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
 
     return [milliseconds(lambda place=place: one(place), model.device) for place in range(steps)]

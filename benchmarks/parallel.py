@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model
-from generate import LLAMA, make_cache, milliseconds, step_ms
+from generate import LLAMA, SDPA, make_cache, milliseconds, step_ms
 from measure import write
+from torch.nn.attention import sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -133,7 +134,7 @@ def accelerate_maps(folder: Path, shapes: list[tuple[int, int]]) -> list[dict]:
 
 def one_step(model: Any, cache: Any, batch: int, place: int) -> None:
     ids, position = torch.zeros(batch, 1, dtype=torch.int64, device="cuda:0"), torch.full((batch, 1), place)
-    with torch.inference_mode():
+    with torch.inference_mode(), sdpa_kernel(SDPA["eager"]):
         model(input_ids=ids, position_ids=position.to("cuda:0"), past_key_values=cache, use_cache=True)
     torch.cuda.synchronize(1)
 

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 # Caches in the plot of steps, and what they are called there.
-SHOWN = {"DynamicCache": "DynamicCache", "4bit_nc": "TurboQuantCache 4bit_nc", "StaticCache": "StaticCache"}
+SHOWN = {"DynamicCache": "DynamicCache", "tq4": "TurboQuantCache tq4", "StaticCache": "StaticCache"}
 
 EXACT = "16-bit"  # the exact cache, among rows of quality
 

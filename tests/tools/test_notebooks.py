@@ -1,10 +1,11 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom.
+
+What reads notebooks is imported where it is used: machines that run tests of other markers may be without it.
+"""
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -15,11 +16,16 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
     ids=lambda path: path.name,
 )
 def test_notebook_runs(path):
+    import nbformat
+    from nbclient import NotebookClient
+
     where = {"metadata": {"path": str(path.parent)}}  # as Jupyter runs it
     NotebookClient(nbformat.read(path, as_version=4), timeout=300, kernel_name="python3", resources=where).execute()
 
 
 def test_there_are_notebooks_with_outputs():
+    import nbformat
+
     assert NOTEBOOKS
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
