@@ -111,7 +111,7 @@ class TurboQuantCache(Saveable, DynamicCache):
             raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
         self._turns = self._make_turns(offloading)
         check_backend(backend)
-        self.config = decoder_config(config)
+        self.model_config, self.config = config, decoder_config(config)  # all of a composite model's, and its text's
         self.preset: Preset = resolve_preset(preset, key, value, center, smooth)
         self.plans: list[LayerPlan] = plan_layers(
             *(layer_kinds(self.config), self.preset, skip_layers, boundary_layers, skip_format, layer_presets),
@@ -131,11 +131,11 @@ class TurboQuantCache(Saveable, DynamicCache):
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
-        caller = Caller(self.config)
+        self.caller = Caller(self.config)
         for plan in self.plans:
             if plan.kind in PACKABLE:
                 storage = self._make_storage(plan)
-                layer = packed_layer(plan.kind, storage, caller, layers[plan.index])
+                layer = packed_layer(plan.kind, storage, self.caller, layers[plan.index])
                 layer.absorbs = plan.latent and absorb
                 layer.path = "expanded: absorb=False" if plan.latent and not absorb else ""
                 layers[plan.index] = layer
@@ -307,7 +307,8 @@ class TurboQuantCache(Saveable, DynamicCache):
         return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
-        memo[id(self.config)] = self.config  # the model's own, whose attention function may change later
+        for config in (self.model_config, self.config):  # the model's own, whose attention function may change later
+            memo[id(config)] = config
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         with torch.inference_mode(False), torch.no_grad():  # so that the copy can be written wherever this one can

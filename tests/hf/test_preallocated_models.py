@@ -56,6 +56,22 @@ def test_gives_what_the_growing_cache_gives(name, attention):
         cache.reset()
 
 
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_of_one_token(name, attention):
+    """It is no step: there is no memory yet.  In memory that was reset, it is one."""
+    if name == "gpt_oss" and attention == "sdpa":
+        pytest.skip("sdpa has no attention sinks")
+    model = build(name, attention)
+    options = dict(do_sample=False, max_new_tokens=20, pad_token_id=0, eos_token_id=None)
+    ids = torch.tensor([[5], [9]])
+    expected = model.generate(ids, **options)
+    cache = TurboQuantCache(model.config, max_cache_len=64)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
 def compile_config() -> CompileConfig:
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True

@@ -82,7 +82,21 @@ def test_what_waits_for_its_calibration(llama, tmp_path, length, room):
     cache = TurboQuantCache(llama.config, **OPTIONS, max_cache_len=room)
     with torch.no_grad():
         llama(**inputs, past_key_values=cache, use_cache=True)
-    assert_same(continued(llama, reloaded(cache, llama, tmp_path, max_cache_len=room)), continued(llama, cache))
+    expected = continued(llama, copy.deepcopy(cache))
+    assert_same(continued(llama, reloaded(cache, llama, tmp_path, max_cache_len=room)), expected)
+    config = copy.deepcopy(llama.config)
+    config._attn_implementation = None  # as of a config that no model was made of: that queries come is saved
+    again = TurboQuantCache.from_pretrained(tmp_path, config, max_cache_len=room)
+    assert_same(continued(llama, again), expected)
+
+
+def test_loaded_in_inference_mode(llama, tmp_path):
+    """And written outside of it, where the first tokens do not fill a block."""
+    filled(llama).save_pretrained(tmp_path)
+    for options in (dict(length=104), dict(max_cache_len=ROOM)):
+        with torch.inference_mode():
+            cache = TurboQuantCache.from_pretrained(tmp_path, llama, **options)
+        continued(llama, cache)
 
 
 @pytest.mark.parametrize("options", [

@@ -10,7 +10,6 @@ import torch
 from architectures import build, prompt
 from latent_models import latent_model
 from saved import assert_same, continued, filled
-from transformers import LlamaForCausalLM
 
 from tq_cache import CacheFileError, TurboQuantCache
 from tq_cache.saving import folder as folder_module
@@ -54,11 +53,23 @@ def rewrite(path, change) -> None:
 def test_what_cannot_be_saved(llama, tmp_path):
     with pytest.raises(ValueError, match="empty"):
         TurboQuantCache(llama.config).save_pretrained(tmp_path)
-    cache = filled(llama, 20)
-    for ids in (torch.zeros(2, 19, dtype=torch.int64), torch.zeros(2, 20), torch.zeros(1, 2, 20, dtype=torch.int64)):
+    cache, whole = filled(llama, 20), torch.zeros(2, 20, dtype=torch.int64)
+    for ids in (whole[:, 1:], whole.float(), whole[None], whole[:1], whole[0], whole[:, :0]):
         with pytest.raises(ValueError, match="input_ids"):
             cache.save_pretrained(tmp_path, input_ids=ids)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_forward_leaves_nothing_to_save(llama, copied, saved):
+    """Layers with unequal numbers of tokens: what was saved there before stays."""
+    cache = filled(llama)
+    with pytest.raises(RuntimeError), torch.no_grad():
+        cache.layers[2].update = lambda *_: torch.zeros(2) + torch.zeros(3)
+        llama(**prompt(llama, 1), past_key_values=cache)
+    del cache.layers[2].update
+    with pytest.raises(ValueError, match=r"as many tokens in every layer, got \[133, 134\]"):
+        cache.save_pretrained(copied)
+    assert_same(continued(llama, load(copied, llama)), continued(llama, copy.deepcopy(saved[1])))
 
 
 def test_an_interrupted_save_leaves_the_older_one(llama, copied, saved, monkeypatch):
@@ -108,32 +119,17 @@ def test_another_model(saved):
         TurboQuantCache.from_pretrained(path, latent_model("deepseek_v3").config)
 
 
-def test_other_weights_in_memory(tmp_path):
-    model = build("llama", "turboquant")
-    cache = filled(model)
-    cache.save_pretrained(tmp_path, model=model)
-    assert_same(continued(model, TurboQuantCache.from_pretrained(tmp_path, model)), continued(model, cache))
-    with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(CacheFileError, match="parameters"):
-        TurboQuantCache.from_pretrained(tmp_path, model)
-    TurboQuantCache.from_pretrained(tmp_path, model, any_weights=True)
-    TurboQuantCache.from_pretrained(tmp_path, model.config)  # which says nothing about weights
-
-
-def test_other_weights_in_files(tmp_path):
-    """A model of the same shape that was trained on: its config says where its files are."""
-    made, places = build("llama", "turboquant"), (tmp_path / "base", tmp_path / "tuned")
-    made.save_pretrained(places[0])
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.01)
-    made.save_pretrained(places[1])
-    base, tuned = (LlamaForCausalLM.from_pretrained(x, attn_implementation="turboquant").eval() for x in places)
-    filled(base).save_pretrained(tmp_path / "cache")
-    TurboQuantCache.from_pretrained(tmp_path / "cache", base.config)
-    with pytest.raises(CacheFileError, match="files"):
-        TurboQuantCache.from_pretrained(tmp_path / "cache", tuned.config)
+def test_fields_that_transformers_says_twice(saved):
+    """5.17 has these of RoPE beside `rope_parameters`, too."""
+    path, _ = saved
+    config = copy.deepcopy(build("llama").config)
+    config.rope_parameters = config.rope_parameters | {"partial_rotary_factor": 0.5}
+    config.partial_rotary_factor = 0.5
+    assert "partial_rotary_factor" not in identity.model_fields(config)
+    del config.rope_parameters["partial_rotary_factor"]
+    assert identity.model_fields(config)["partial_rotary_factor"] == 0.5
+    with pytest.raises(CacheFileError, match="partial_rotary_factor None, here 0.5"):
+        TurboQuantCache.from_pretrained(path, config)
 
 
 def test_codes_that_mean_something_else(llama, saved, monkeypatch):
@@ -189,6 +185,10 @@ HUGE = 2**39
 @pytest.mark.parametrize(("change", "said"), [
     (lambda h: h.update(layout=2), "layout 1, got 2"),
     (lambda h: h.update(format="other"), "format"),
+    (lambda h: h.update(reads_bits="yes"), "reads_bits"),
+    (lambda h: h["weights"].update(parameters="0f"), "weights"),
+    (lambda h: h["weights"].update(parameters={"samples": 1, "adapters": []}), "weights"),
+    (lambda h: h["options"].update(layer_presets=5), "options"),
     (lambda h: h.update(length=132), "tokens"),
     (lambda h: h.update(length=HUGE), "tokens"),
     (lambda h: h["layers"].pop(), "layers"),

@@ -240,8 +240,10 @@ def test_saved_caches(tmp_path):
     prompt = f"{story}\n\nQuestion: What is the secret code of Mira?\nAnswer:"
     options = ["--prompt", prompt, "--max-new-tokens", 6, "--residual-length", 0, "--prompt-cache", tmp_path / "saved"]
     first, second = run("generate", *options).output, run("generate", *options).output
-    assert first.splitlines()[0].strip() == second.splitlines()[1].strip() == "48213"
-    assert "saved" in first and "prompt tokens are from" in second
+    assert first.splitlines()[1].strip() == second.splitlines()[1].strip() == "48213"
+    assert "prompt tokens saved in" in first and "prompt tokens loaded from" in second
+    assert "'tq4'" in run("generate", *options, "--preset", "tq2", code=2).output  # what is saved has another
+    assert "another folder" in run("generate", "--prompt", "Quite another", *options[2:], code=2).output
     said = json.loads(run("cache", "info", tmp_path / "saved", "--json").output)
     assert said["preset"] == "tq4" and said["tokens"] > 100 and said["input_ids"] and not said["unneeded_files"]
     assert json.loads(run("cache", "verify", tmp_path / "saved", "--json").output)["whole"]

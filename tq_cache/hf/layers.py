@@ -185,12 +185,13 @@ class PreallocatedLayer(PackedLayer):
         return self.storage.length if self.flat is None else self.flat.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that attention sees: all there is room for, at prefill those there are.
+        """Length and offset of the keys that attention sees: in a step all there is room for, else those there are.
 
         Raises ValueError unless there is room for the queries: the step that they are of may be in a graph.
         """
         self.storage.announce(query_length)
-        return (self.max_cache_len if query_length == 1 else self.storage.length + query_length), 0
+        is_step = query_length == 1 and self.storage.states is not None  # a prompt may have one token, too
+        return (self.max_cache_len if is_step else self.storage.length + query_length), 0
 
     def get_max_length(self) -> int:
         return self.max_cache_len

@@ -1,8 +1,8 @@
-"""What a saved cache belongs to: a model's shape, its weights, and the numbers that codes stand for."""
+"""What a saved cache belongs to: a model's shape, its weights (`weights`), and the numbers that codes stand for."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..checkpoint.declaration import find_folder
 from ..compat import decoder_config, layer_kinds
 from ..formats.packing import pack
 from ..formats.presets import Format, Preset
@@ -18,6 +17,7 @@ from ..formats.rotation import rotation_matrix
 from ..planning.geometry import model_geometry
 from ..planning.layers import INDEXED
 from .folder import CacheFileError
+from .weights import difference
 
 # What of a config keys and values depend on; its layers' kinds come beside.
 FIELDS = (
@@ -26,8 +26,6 @@ FIELDS = (
     "attention_chunk_size", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rms_norm_eps",
     "layer_norm_eps", "attention_bias", "tie_word_embeddings", "index_topk", "index_head_dim",
 )  # fmt: skip
-PLACES, BYTES = 64, 64  # of a file of weights
-ELEMENTS = 32  # of a parameter
 
 
 def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -35,6 +33,10 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     decoder = decoder_config(config)
     said = decoder.to_dict()
     found = {name: said[name] for name in FIELDS if said.get(name) is not None}
+    rope = json.dumps(found.get("rope_parameters"), default=str)  # of all layers, or of each kind
+    for name in ("rope_theta", "partial_rotary_factor"):  # where it has these, transformers 5.17 says them twice
+        if f'"{name}"' in rope:
+            found.pop(name, None)
     found["layer_kinds"] = ["indexed" if kind in INDEXED else kind for kind in layer_kinds(decoder)]  # since 5.17
     try:  # where layers differ, no field says so
         layers = model_geometry(config).layers
@@ -42,58 +44,6 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     except NotImplementedError:  # layers of a model's own
         pass
     return json.loads(json.dumps(found, default=str))
-
-
-def weights_of_files(config: PreTrainedConfig) -> str | None:
-    """Of the checkpoint that a config names, from 64 places of each file; None where there are no files.
-
-    Models of one shape, a base and what was trained from it, differ in nothing else, and their caches do not fit.
-    """
-    folder = find_folder(config)
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size} ".encode())
-        with file.open("rb") as opened:
-            for place in range(PLACES):
-                opened.seek(size * place // PLACES)
-                digest.update(opened.read(BYTES))
-    return digest.hexdigest()
-
-
-def weights_of_model(model: torch.nn.Module) -> str:
-    """Of parameters in memory, up to 32 elements of each, adapters among them, and which of these are active.
-
-    Parameters that tensor parallelism cut count by their names alone, so that any number of processes find the same.
-    """
-    digest = hashlib.sha256()
-    samples: dict[torch.device, list[torch.Tensor]] = {}
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} ".encode())
-        if type(parameter.data).__name__ == "DTensor" or parameter.is_meta or not parameter.numel():
-            continue
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // ELEMENTS)
-        sample = flat[::step][:ELEMENTS]
-        samples.setdefault(flat.device, []).append(sample.to(torch.float32).nan_to_num())
-    for sample in (torch.cat(found).cpu() for found in samples.values()):  # one wait for each device
-        digest.update(sample.numpy().tobytes())
-    digest.update(repr(_active_adapters(model)).encode())
-    return digest.hexdigest()
-
-
-def _active_adapters(model: torch.nn.Module) -> list[str]:
-    """Names of the adapters (peft's) that change what the model computes."""
-    found = set()
-    for module in model.modules():
-        if hasattr(module, "lora_A") or hasattr(module, "base_layer"):
-            active = getattr(module, "active_adapters", None) or []
-            if not getattr(module, "disable_adapters", False) and not getattr(module, "merged", False):
-                found |= {active} if isinstance(active, str) else {str(name) for name in active}
-    return sorted(found)
 
 
 @lru_cache(maxsize=64)  # layers are many, formats and widths few
@@ -126,19 +76,11 @@ def check_model(
     if names:
         said = "; ".join(f"{name} {saved.get(name)!r:.60}, here {here.get(name)!r:.60}" for name in names)
         raise CacheFileError(f"expected the model that this cache was saved with, got another: {said}")
-    weights = header["weights"]
-    pairs: Iterable[tuple[str, str | None]] = (
-        ("parameters", None if model is None or weights["parameters"] is None else weights_of_model(model)),
-        ("files", None if weights["files"] is None else weights_of_files(config)),
-    )
-    for name, found in pairs:
-        if found is None:
-            continue
-        if found == weights[name] or any_weights:
-            return  # parameters say more than files, of which adapters are not
+    problem = None if any_weights else difference(header["weights"], config, model)
+    if problem is not None:
         raise CacheFileError(
-            f"expected the weights that this cache was saved with ({Path(weights['name']).name!r}), got others "
-            f"(by their {name}); any_weights=True loads it all the same"
+            f"expected the weights that this cache was saved with ({Path(header['weights']['name']).name!r}), got "
+            f"others ({problem}); any_weights=True loads it all the same"
         )
 
 

@@ -11,11 +11,14 @@ from .folder import CacheFileError, Reader, expect, is_count
 from .identity import check_codes, check_model
 from .layers import restore
 from .save import FORMAT, LAYOUT, tracked
+from .weights import is_record
 
 Place = torch.device | str | Mapping[int, torch.device | str] | None
 KINDS = dict(options=dict, model=dict, weights=dict, codes=dict, layers=list, written_by=str)
 
 
+@torch.inference_mode(False)  # what is made in inference mode can be written there alone
+@torch.no_grad()
 def load(
     make: Callable[..., Any],
     folder: Path,
@@ -39,6 +42,7 @@ def load(
             raise CacheFileError(f"expected {len(cache.layers)} layers, got {len(header['layers'])}")
         _meet_widths(cache, reader)
         check_codes(header, {plan.index: plan.preset for plan in cache.plans})
+        cache.caller.seen = header.get("reads_bits")  # so that tokens that wait for queries go on waiting
         if length:
             layers = tracked(enumerate(cache.layers), len(cache.layers), "loading", progress)
             for index, layer in layers:
@@ -63,7 +67,8 @@ def check_header(header: dict[str, Any], where: str) -> dict[str, Any]:
     expect(is_count(header.get("length")) and header["length"] > 0, "a length", header.get("length"), where)
     for name, kind in KINDS.items():
         expect(isinstance(header.get(name), kind), f"{name} as {kind.__name__}", header.get(name), where)
-    expect({"name", "files", "parameters"} <= set(header["weights"]), "weights", header["weights"], where)
+    expect(is_record(header["weights"]), "weights", header["weights"], where)
+    expect(header.get("reads_bits") in (None, True, False), "reads_bits", header.get("reads_bits"), where)
     for layer in header["layers"]:
         expect(isinstance(layer, dict) and {"kind", "preset"} <= set(layer), "layers as objects", layer, where)
         widths = layer.get("widths", {})
@@ -75,17 +80,19 @@ def check_header(header: dict[str, Any], where: str) -> dict[str, Any]:
 def _wanted(reader: Reader, input_ids: torch.Tensor | None, length: int | None) -> int:
     """How many tokens to load."""
     saved = reader.header["length"]
-    if length is not None and not 0 <= length <= saved:
-        raise ValueError(f"expected a length from 0 to {saved}, the tokens saved, got {length}")
+    if length is not None and not (isinstance(length, int) and 0 <= length <= saved):
+        raise ValueError(f"expected a length from 0 to {saved}, the tokens saved, got {length!r}")
     most = saved if length is None else length
     if input_ids is None:
         return most
     if "input_ids" not in reader.tensors:
         raise ValueError("expected a cache saved with input_ids=, got one without; give length= instead")
     ids, given = reader.read("input_ids"), torch.as_tensor(input_ids).cpu()
-    given = given.reshape(-1, given.shape[-1])
-    if ids.shape[0] != given.shape[0]:
-        raise ValueError(f"expected input_ids of batch {ids.shape[0]}, as saved, got {given.shape[0]}")
+    given = given[None] if given.dim() == 1 else given
+    if given.dim() != 2 or ids.shape[0] != given.shape[0] or not given.shape[1]:
+        raise ValueError(
+            f"expected input_ids [B, T] of batch {ids.shape[0]}, as saved, and T at least 1, got {list(given.shape)}"
+        )
     count = min(ids.shape[1], given.shape[1])
     same = (ids[:, :count] == given[:, :count]).all(dim=0)
     return min(int(same.int().cumprod(0).sum()), given.shape[1] - 1, most)  # the last one is for the model to read
@@ -101,8 +108,8 @@ def _make(make: Callable[..., Any], config: Any, reader: Reader, options: Mappin
         argument, total = "v_scale" if role == "value" else "k_scale", len(reader.header["layers"])
         expect(int(index) < total, f"a layer below {total}", name, str(reader.folder))
         scales.setdefault(argument, [None] * total)[int(index)] = reader.read(f"scales.{name}")
-    saved["layer_presets"] = dict(saved.get("layer_presets") or []) or None
     try:
+        saved["layer_presets"] = dict(saved.get("layer_presets") or []) or None
         return make(config, **saved, **scales, **options)
     except TypeError as error:
         raise CacheFileError(f"expected options of this version of tq_cache, got {saved}: {error}") from error

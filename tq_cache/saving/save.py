@@ -10,8 +10,9 @@ from ..hf.layers import newest_keys
 from ..parallel import rank_and_world, share_of_heads
 from ..planning.geometry import kv_heads
 from .folder import Writer, new_save, write_header
-from .identity import code_fingerprint, model_fields, preset_fields, weights_of_files, weights_of_model
+from .identity import code_fingerprint, model_fields, preset_fields
 from .layers import describe, has_heads
+from .weights import weights_record
 
 FORMAT = "tq_cache"
 # Grows when what is in a folder comes to mean something else: names of tensors, the order of tokens, bits of a block.
@@ -31,7 +32,8 @@ def save(
     length = int(cache.get_seq_length())
     if not length:
         raise ValueError("expected a cache with tokens, got an empty one")
-    ids = None if input_ids is None else _checked_ids(input_ids, length)
+    batch = _check_tokens(cache)
+    ids = None if input_ids is None else _checked_ids(input_ids, batch, length)
     heads = _heads(cache)
     shared = {index: own for index, own in heads.items() if own[2] > own[1] - own[0]}
     rank, gather = (rank_and_world()[0], _gather) if shared else (0, _alone)
@@ -55,27 +57,36 @@ def save(
         own = {index: (start, stop) for index, (start, stop, _) in shared.items()}
         tensors = _merged(gather((writer.entries, own)))
         if rank == 0:
-            weights = dict(
-                name=str(getattr(cache.config, "_name_or_path", "") or ""), files=weights_of_files(cache.config),
-                parameters=None if model is None else weights_of_model(model),
-            )  # fmt: skip
             header = dict(
                 format=FORMAT, layout=LAYOUT, written_by=written_by, length=length, options=cache.options,
-                model=model_fields(cache.config), weights=weights, codes=_codes(cache, layers), layers=layers,
-                tensors=tensors,
+                model=model_fields(cache.config), weights=weights_record(cache.model_config, model),
+                codes=_codes(cache, layers), layers=layers, tensors=tensors, reads_bits=cache.caller.reads_bits,
             )  # fmt: skip
             write_header(folder, header, name)
         gather(None)  # until the header is there, and all see it
 
 
-def _checked_ids(input_ids: torch.Tensor, length: int) -> torch.Tensor:
-    ids = torch.as_tensor(input_ids)
-    if ids.dim() not in (1, 2) or ids.dtype.is_floating_point or ids.shape[-1] != length:
+def _check_tokens(cache: Any) -> int:
+    """How many sequences there are; raises ValueError unless layers hold equally many tokens."""
+    held = {index: layer for index, layer in enumerate(cache.layers) if newest_keys(layer) is not None}
+    lengths = {index: int(layer.get_seq_length()) for index, layer in held.items()}
+    if len(set(lengths.values())) > 1:
         raise ValueError(
-            f"expected input_ids [B, {length}], the tokens that the cache holds (the last one that generate() returns "
-            f"is not among them), got {list(ids.shape)} in {ids.dtype}"
+            f"expected as many tokens in every layer, got {sorted(set(lengths.values()))} (of layers "
+            f"{[*lengths]}: {[*lengths.values()]}), as a forward that failed leaves them; use a new cache"
         )
-    return ids.reshape(-1, length).to(torch.int64)
+    return next((newest_keys(layer).shape[0] for layer in held.values()), 1)  # type: ignore[union-attr]
+
+
+def _checked_ids(input_ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    ids = torch.as_tensor(input_ids)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if tuple(ids.shape) != (batch, length) or ids.dtype.is_floating_point:
+        raise ValueError(
+            f"expected input_ids [{batch}, {length}], the tokens that the cache holds (the last one that generate() "
+            f"returns is not among them), got {list(ids.shape)} in {ids.dtype}"
+        )
+    return ids.to(torch.int64)
 
 
 def _heads(cache: Any) -> dict[int, tuple[int, int, int]]:

@@ -33,8 +33,9 @@ class Saveable(Cache):
     ) -> None:
         """Write what this cache holds to a folder: safetensors, and a header that says what they are.
 
-        model:           its parameters, adapters among them, are then compared where the cache is loaded with a model;
-                         without it those files of weights that the config names are
+        model:           its parameters, adapters among them, are then compared where the cache is loaded with a model,
+                         as far as both have them in memory in one piece; without it those files of weights that the
+                         config names are
         input_ids:       the tokens held, [B, T], so that `from_pretrained(..., input_ids=)` finds a common beginning
         max_shard_bytes: bytes of one file, and of CPU memory that this takes
         progress:        show a bar
@@ -43,8 +44,8 @@ class Saveable(Cache):
         among processes all of them call this, with a folder that all see, and each writes its own; where every process
         holds all (`report()`), let one call it.
 
-        Raises ValueError on an empty cache or other input_ids, NotImplementedError on layers with a state that is not
-        known, OSError where the folder cannot be written.
+        Raises ValueError on an empty cache, on layers with unequal numbers of tokens, on other input_ids,
+        NotImplementedError on layers with a state that is not known, OSError where the folder cannot be written.
         """
         written_by = f"tq_cache {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
         save(self, Path(folder), model, input_ids, max_shard_bytes, progress, written_by)
@@ -72,7 +73,9 @@ class Saveable(Cache):
                        T - 1; then generate() with all of the prompt
         length:        load at most so many first tokens
         max_cache_len: preallocate, whether or not what was saved did
-        device:        of all layers, or by layer; None: keys and values move to where their layer's next token is
+        device:        of all layers, or by layer; None: where the model's are; with a config alone keys and values move
+                       to where their layer's next token is (states of linear attention and keys of a sparse attention's
+                       indexer do not: give the model, or a device)
         any_weights:   take a cache that was saved with other weights of a model of this shape
         backend, offloading: as those of the class
         progress:      show a bar

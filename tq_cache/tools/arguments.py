@@ -1,5 +1,6 @@
 """Arguments that commands share, and what they are parsed to."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,12 @@ LayerPresets = Annotated[
     str | None, typer.Option(help="Presets of single layers, such as 0=fp8_e4m3,-1=tq3.", show_default=False)
 ]
 Context = Annotated[int, typer.Option(help="Tokens per sequence.")]
+
+
+def given_on_command_line(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Those of a command's parameters that are no defaults."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def parse_presets(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -28,6 +29,7 @@ from .arguments import (
     Residual,
     Skip,
     SkipFormat,
+    given_on_command_line,
     parse_layer_presets,
     parse_names,
     parse_presets,
@@ -75,6 +77,7 @@ def demo(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     model: Model = demo_runs.EMBEDDED_MODEL,
@@ -87,8 +90,8 @@ def generate(
     prompt_cache: Annotated[
         Path | None,
         typer.Option(
-            help="A folder: tokens saved there with which the prompt begins are not computed again; else "
-            "what this run computes is saved there.",
+            help="A folder: tokens saved there with which the prompt begins are not computed again; where none are "
+            "saved, those of this prompt are.",
             show_default=False,
         ),
     ] = None,
@@ -101,24 +104,19 @@ def generate(
         options: dict[str, Any] = {"residual_length": residual_length, "skip_layers": parse_skip_layers(skip_layers)}
         options |= {"skip_format": skip_format, "layer_presets": parse_layer_presets(layer_presets)}
         language_model, tokenizer = load_model(model)
-        held, ids, said = None, torch.empty(0), dict[str, Any]()  # ids are looked at with a prompt_cache alone
+        cache, said = demo_runs.make_cache(language_model, preset, **options), dict[str, Any]()
         if prompt_cache is not None:
             ids = tokenizer(text, return_tensors="pt")["input_ids"].to(language_model.device)
-            held = saved.load_beginning(prompt_cache, language_model, ids)
-        cache = demo_runs.make_cache(language_model, preset, **options) if held is None else held
-        if held is not None:
-            preset, said["loaded_tokens"] = str(held.options["preset"]), int(held.get_seq_length())
+            asked, start = given_on_command_line(context, ["preset", *options]), perf_counter()
+            cache, loaded = saved.prompt_cache(prompt_cache, language_model, ids, cache, asked)
+            count, seconds, word = int(cache.get_seq_length()), perf_counter() - start, "loaded" if loaded else "saved"
+            preset, said = cache.options["preset"], {f"{word}_tokens": count, f"{word}_seconds": seconds}
             if not json_:
-                stdout().print(f"{said['loaded_tokens']:,} of {ids.shape[1]:,} prompt tokens are from {prompt_cache}")
+                places = f"{word} {'from' if loaded else 'in'} {prompt_cache}, {seconds:.1f} s"
+                stdout().print(f"{count:,} of {ids.shape[1]:,} prompt tokens {places}")
         streamer = None if json_ else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         run = demo_runs.generate(language_model, tokenizer, text, cache, max_new_tokens, preset, streamer=streamer)
-        if prompt_cache is not None and held is None:
-            everything = torch.cat([ids, ids.new_tensor([run.tokens])], dim=1)
-            saved.save_run(prompt_cache, cache, language_model, everything)
-            said["saved_tokens"] = int(cache.get_seq_length())
         show(json_, lambda: records.generated_record(run) | said, lambda: tables.generated_line(run))
-        if "saved_tokens" in said and not json_:
-            stdout().print(f"saved {said['saved_tokens']:,} tokens in {prompt_cache}")
 
 
 @app.command()

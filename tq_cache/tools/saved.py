@@ -1,6 +1,6 @@
 """Saved caches on the command line: what a folder holds, whether it is whole, and a prompt that begins with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from rich.table import Table
 
 from ..cache import TurboQuantCache
-from ..hf.caller import ATTENTION_NAME
 from ..saving.folder import HEADER, Reader, files_named, read_header, total_bytes, unneeded
 from ..saving.load import check_header
 
@@ -48,15 +47,41 @@ def verify(folder: Path, progress: Callable[[str, int], AbstractContextManager[C
         return len(reader.tensors)
 
 
-def load_beginning(folder: Path, model: Any, input_ids: torch.Tensor) -> TurboQuantCache | None:
-    """The saved tokens with which a prompt [1, T] begins; None where nothing is saved there."""
+def prompt_cache(
+    folder: Path, model: Any, input_ids: torch.Tensor, fresh: TurboQuantCache, asked: Sequence[str]
+) -> tuple[TurboQuantCache, bool]:
+    """A cache with the tokens of a prompt [1, T] that are saved in a folder, and whether there were any.
+
+    Where nothing is saved there, `fresh` is given all of them but the last, and saved: the same prompt, or one that
+    goes on, finds them all, also where layers keep a state that cannot be cut.
+
+    asked: options of `fresh` that were asked for
+
+    Raises ValueError where what is saved has others of these, or is of no use for the prompt.
+    """
     if not (folder / HEADER).is_file():
-        return None
+        folder.mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is computed for it
+        if input_ids.shape[1] > 1:
+            read(model, fresh, input_ids[:, :-1])
+            fresh.save_pretrained(folder, model=model, input_ids=input_ids[:, :-1])
+        return fresh, False
     cache = TurboQuantCache.from_pretrained(folder, model, input_ids=input_ids)
-    model.set_attn_implementation(ATTENTION_NAME)
-    return cache
+    for name in asked:
+        if cache.options[name] != fresh.options[name]:
+            raise ValueError(
+                f"expected {name.replace('_', ' ')} {cache.options[name]!r}, as in {str(folder)!r}, got "
+                f"{fresh.options[name]!r}; leave it out, or name another folder"
+            )
+    if not cache.get_seq_length():
+        raise ValueError(
+            f"expected a prompt that begins as the one in {str(folder)!r}, got one of {input_ids.shape[1]} tokens that "
+            "shares none that could be taken from there; name another folder"
+        )
+    return cache, True
 
 
-def save_run(folder: Path, cache: TurboQuantCache, model: Any, input_ids: torch.Tensor) -> None:
-    """A cache after a run, of whose tokens [1, T] it holds all but the last."""
-    cache.save_pretrained(folder, model=model, input_ids=input_ids[:, : int(cache.get_seq_length())])
+@torch.inference_mode()
+def read(model: Any, cache: TurboQuantCache, input_ids: torch.Tensor) -> None:
+    """Give a cache the tokens [1, T]."""
+    logits = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True, **logits)
