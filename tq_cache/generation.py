@@ -23,6 +23,7 @@ from .compat import decoder_config, layer_kinds
 from .formats.packing import BLOCK_TOKENS
 from .hf.caller import ATTENTION_NAME
 from .planning.layers import BLOCK_SPARSE
+from .storage.checks import checked_count
 
 HOOK = "_prepare_cache_for_generation"
 COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
@@ -84,6 +85,8 @@ class CacheMaker:
         self.enabled, self.module, self.preset = enabled, module, preset
         self.options = dict(options)
         self.least_room = self.options.pop("max_cache_len", None)
+        if self.least_room is not None:  # the first cache grows, and does not see it
+            self.least_room = checked_count("max_cache_len", self.least_room, least=1)
         self.before = module.__dict__.get(HOOK)
         self._reset()
 
