@@ -185,6 +185,9 @@ class CacheMaker:
         What is lent is a twin of the cache held, over the same layers: while anybody has it, as a user may who was
         given it, its memory is not used again.
         """
+        example = [held.cache for held in self._held] or [self._make(LEAST_ROOM)]  # not taken: it may have to stay
+        if not self.module._valid_auto_compile_criteria({"past_key_values": example[0]}, generation_config):
+            return None
         try:
             held: Held | None = self._held.pop()
         except IndexError:
@@ -202,8 +205,6 @@ class CacheMaker:
             room, cache = held.room, held.cache
             cache.reset()
         lent = copy.copy(cache)
-        if not self.module._valid_auto_compile_criteria({"past_key_values": lent}, generation_config):
-            return None
         self._held[:] = [Held(cache, room, made_for, weakref.ref(lent))]
         return lent
 
