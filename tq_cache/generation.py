@@ -242,6 +242,9 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
     residual_length that is no multiple of 64, or a cache that is returned (`return_dict_in_generate`) where no
     max_cache_len is given) runs on a cache that grows.
 
+    `generate_batch` (continuous batching) raises ValueError, since its paged memory is made inside transformers and no
+    cache can take its place: `disable(model)` first.
+
     Raises TypeError unless the model is transformers' own and generates, NotImplementedError where its caches are of a
     kind of its own, and what `TurboQuantCache` raises; nothing has changed then.  Warns where the model has an
     attention of its own, which cannot read packed bits.
