@@ -254,7 +254,7 @@ def test_a_decode_step_neither_dequantises_nor_copies_the_cache(preset):
         ({"skip_layers": (-7,)}, ValueError, "expected a layer index from -6 to 5, got -7"),
         ({"skip_layers": (True,)}, ValueError, "expected a layer index"),
         ({"boundary_layers": -1}, ValueError, "expected boundary_layers of 0 or more"),
-        ({"residual_length": -1}, ValueError, "expected residual_length and sink_tokens of 0 or more"),
+        ({"residual_length": -1}, ValueError, "expected residual_length of 0 or more"),
         ({"smooth": 1.5}, ValueError, "expected smooth from 0"),
         ({"backend": "cuda"}, ValueError, "expected a backend of"),
         ({"max_cache_len": 64, "offloading": True}, NotImplementedError, "cannot be offloaded"),

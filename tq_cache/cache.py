@@ -22,7 +22,7 @@ from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
-from .storage.checks import unpackable_width
+from .storage.checks import checked_count, unpackable_width
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
@@ -103,10 +103,11 @@ class TurboQuantCache(Saveable, DynamicCache):
         backend: str = "auto",
         offloading: bool | str | int = False,
     ) -> None:
-        if residual_length < 0 or sink_tokens < 0:
-            raise ValueError(
-                f"expected residual_length and sink_tokens of 0 or more, got {residual_length} and {sink_tokens}"
-            )
+        residual_length = checked_count("residual_length", residual_length)
+        sink_tokens = checked_count("sink_tokens", sink_tokens)
+        boundary_layers = checked_count("boundary_layers", boundary_layers)
+        if max_cache_len is not None:
+            max_cache_len = checked_count("max_cache_len", max_cache_len, least=1)
         if max_cache_len is not None and offloading:
             raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
         self._turns = self._make_turns(offloading)
@@ -126,8 +127,7 @@ class TurboQuantCache(Saveable, DynamicCache):
         self._check_value_format(value)
         self._warns = True  # of layers that are not packed: once
         self._warn_of_unpacked_layers()
-        self._max_cache_len = max_cache_len
-        self._backend = backend
+        self._max_cache_len, self._backend = max_cache_len, backend
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)

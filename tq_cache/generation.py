@@ -9,20 +9,18 @@ import copy
 import functools
 import gc
 import inspect
-import warnings
 import weakref
-from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache import TurboQuantCache
-from .compat import decoder_config, layer_kinds
+from .compat import decoder_config
 from .formats.packing import BLOCK_TOKENS
-from .hf.caller import ATTENTION_NAME
-from .planning.layers import BLOCK_SPARSE
+from .hf.switch import AttentionBefore, set_attention
+from .storage.checks import checked_count
 
 HOOK = "_prepare_cache_for_generation"
 COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
@@ -35,14 +33,14 @@ class Enabled:
 
     def __init__(self, model: PreTrainedModel, preset: str, options: dict[str, Any]) -> None:
         self.model = model
-        self.attention = _attention_of(model)
         self.makers = [CacheMaker(self, module, preset, options) for module in _generating(model)]
+        self.attention = AttentionBefore(model)
         try:
-            _set_attention(model)
+            set_attention(model)
             for maker in self.makers:
                 maker.first()  # what is wrong with the options is said here
         except BaseException:
-            self._restore_attention()
+            self.attention.restore()
             raise
         for maker in self.makers:
             setattr(maker.module, HOOK, maker.prepare)
@@ -51,21 +49,16 @@ class Enabled:
         return self.model
 
     def __exit__(self, *exception: object) -> None:
-        if self in _stack(self.model):
-            for enabled in _stack(self.model):  # those enabled later go first
-                enabled.undo()
-                if enabled is self:
-                    return
+        self.undo()
 
     def undo(self) -> None:
-        """Put back what was there before; this must be the newest of the model."""
-        for maker in self.makers:
-            maker.remove()
-        self._restore_attention()
-
-    def _restore_attention(self) -> None:
-        for config, attention in self.attention:  # setting that of a config sets those below it, which come later
-            config._attn_implementation = attention
+        """Put back what was there before; what was enabled later on this model goes first.  Undone, nothing."""
+        stack = _stack(self.model)
+        if self in stack:
+            for enabled in stack[: stack.index(self) + 1]:
+                for maker in enabled.makers:
+                    maker.remove()
+                enabled.attention.restore()
 
 
 class Held(NamedTuple):
@@ -84,7 +77,10 @@ class CacheMaker:
         self.enabled, self.module, self.preset = enabled, module, preset
         self.options = dict(options)
         self.least_room = self.options.pop("max_cache_len", None)
+        if self.least_room is not None:  # the first cache grows, and does not see it
+            self.least_room = checked_count("max_cache_len", self.least_room, least=1)
         self.before = module.__dict__.get(HOOK)
+        self.removed = False  # True: only a shallow copy of the module still asks
         self._reset()
 
     def _reset(self) -> None:
@@ -101,10 +97,14 @@ class CacheMaker:
 
     def remove(self) -> None:
         """Give the module back what it had, and the memory free."""
-        if self.before is None:
+        makers = _makers(self.module)
+        if self in makers[1:]:  # a part of the model, enabled by itself since
+            makers[makers.index(self) - 1].before = self.before
+        elif self in makers and self.before is None:
             delattr(self.module, HOOK)
-        else:
+        elif self in makers:
             setattr(self.module, HOOK, self.before)
+        self.removed = True
         self._reset()
 
     # ----------------------------------------------------------------------------------------------- one call
@@ -130,7 +130,7 @@ class CacheMaker:
         pair = made if isinstance(made, EncoderDecoderCache) else None
         own = made if pair is None else pair.self_attention_cache
         asked = given is not None or generation_config.cache_implementation is not None
-        if asked or type(own) is not DynamicCache:
+        if asked or self.removed or type(own) is not DynamicCache:
             return result
         cache = None
         if pair is None and self._may_compile(generation_config, generation_mode):
@@ -185,6 +185,9 @@ class CacheMaker:
         What is lent is a twin of the cache held, over the same layers: while anybody has it, as a user may who was
         given it, its memory is not used again.
         """
+        example = [held.cache for held in self._held] or [self._make(LEAST_ROOM)]  # not taken: it may have to stay
+        if not self.module._valid_auto_compile_criteria({"past_key_values": example[0]}, generation_config):
+            return None
         try:
             held: Held | None = self._held.pop()
         except IndexError:
@@ -202,8 +205,6 @@ class CacheMaker:
             room, cache = held.room, held.cache
             cache.reset()
         lent = copy.copy(cache)
-        if not self.module._valid_auto_compile_criteria({"past_key_values": lent}, generation_config):
-            return None
         self._held[:] = [Held(cache, room, made_for, weakref.ref(lent))]
         return lent
 
@@ -241,6 +242,9 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
     residual_length that is no multiple of 64, or a cache that is returned (`return_dict_in_generate`) where no
     max_cache_len is given) runs on a cache that grows.
 
+    `generate_batch` (continuous batching) raises ValueError, since its paged memory is made inside transformers and no
+    cache can take its place: `disable(model)` first.
+
     Raises TypeError unless the model is transformers' own and generates, NotImplementedError where its caches are of a
     kind of its own, and what `TurboQuantCache` raises; nothing has changed then.  Warns where the model has an
     attention of its own, which cannot read packed bits.
@@ -250,9 +254,13 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Undo every `enable` of this model: its caches and its attention are what they were.  Else does nothing."""
-    for enabled in _stack(model):
-        enabled.undo()
+    """Undo every `enable` of this model: its caches and its attention are what they were.  Else does nothing.
+
+    A shallow copy (`copy.copy`) is enabled as long as its original is; models that share a config have their attention
+    back once none of them is enabled.
+    """
+    if stack := _stack(model):
+        stack[-1].undo()
 
 
 def _check(model: Any) -> None:
@@ -281,42 +289,16 @@ def _maker(hook: Any) -> CacheMaker | None:
     return maker if isinstance(maker, CacheMaker) else None
 
 
-def _stack(model: Any) -> list[Enabled]:
-    """What enabled this model, the newest first."""
-    found, hook = [], getattr(model, "__dict__", {}).get(HOOK)
-    while (maker := _maker(hook)) is not None:
-        found.append(maker.enabled)
+def _makers(module: Any) -> list[CacheMaker]:
+    """Those of this module, the newest first; a shallow copy has hooks of its original, which are none of its own."""
+    found: list[CacheMaker] = []
+    hook = getattr(module, "__dict__", {}).get(HOOK)
+    while (maker := _maker(hook)) is not None and maker.module is module:
+        found.append(maker)
         hook = maker.before
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- attention
-
-
-def _attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
-    """Every config of the model and its parts with its attention, those above others first."""
-    found: dict[int, PreTrainedConfig] = {}
-    left = deque([model.config, *[x.config for x in model.modules() if isinstance(x, PreTrainedModel)]])
-    while left:
-        config = left.popleft()
-        if id(config) not in found:
-            found[id(config)] = config
-            left.extend(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)
-    return [(config, config._attn_implementation) for config in found.values()]
-
-
-def _set_attention(model: PreTrainedModel) -> None:
-    """`attn_implementation="turboquant"`, or one warning that says why not."""
-    settable = any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel))
-    if settable and not set(layer_kinds(decoder_config(model.config))) & set(BLOCK_SPARSE):
-        model.set_attn_implementation(ATTENTION_NAME)
-        for part in model.modules():  # 5.17 leaves out a part whose config is another one of the model's own class (T5)
-            if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation():
-                part.set_attn_implementation(ATTENTION_NAME)
-    if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
-        warnings.warn(
-            f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all "
-            "its keys and values dequantised at every step.  Memory is saved between layers and steps, but a step is "
-            "slower than with a 16-bit cache, the more so the longer the text",
-            stacklevel=4,
-        )
+def _stack(model: Any) -> list[Enabled]:
+    """What enabled this model, the newest first."""
+    return [maker.enabled for maker in _makers(model)]

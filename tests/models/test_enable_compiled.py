@@ -99,9 +99,12 @@ def test_who_gets_what_memory(model):
     ordinary = layers(1, 500)
     assert ordinary is not in_inference_mode
     model.to(torch.bfloat16)
-    assert layers(1, 500) is not ordinary
+    in_16_bits = layers(1, 500)
+    assert in_16_bits is not ordinary
     config.disable_compile = True
     assert lend(1, 500) is None
+    config.disable_compile = False
+    assert layers(1, 500) is in_16_bits  # which the call that did not compile left
 
 
 @pytest.mark.parametrize(("most", "before", "room"), [

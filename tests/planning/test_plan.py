@@ -207,6 +207,10 @@ def test_bad_input(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="model_type"):
         load_config(tmp_path / "config.json")
+    for field in ('"hidden_size": "x"', '"num_attention_heads": 0', '"quantization_config": 5'):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "llama", {field}}}')
+        with pytest.raises(ValueError, match="that transformers can read, got .*config.json"):
+            load_config(tmp_path)
     with pytest.raises(ValueError, match="context and batch"):
         PlanSettings(0)
     with pytest.raises(ValueError, match="memory left"):

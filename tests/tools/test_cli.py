@@ -14,6 +14,7 @@ import tq_cache
 from tq_cache import PRESETS
 from tq_cache.tools.arguments import parse_layer_presets, parse_presets, parse_skip_layers
 from tq_cache.tools.cli import app
+from tq_cache.tools.files import check_outputs
 from tq_cache.tools.runs import EMBEDDED_MODEL
 
 
@@ -142,7 +143,15 @@ def test_eval_says_what_was_not_run(tmp_path):
         (["plan", "--model", EMBEDDED_MODEL, "--rotary", "int8"], "expected no format of rotary keys"),
         (["plan", "--model", EMBEDDED_MODEL, "--skip-format", "tq4"], "expected 'boundary' or layer indices"),
         (["generate", "--prompt", "x", "--layer-presets", "0=foo"], "for layer 0 in layer_presets, got 'foo'"),
+        (["plan", "--model", EMBEDDED_MODEL, "--memory", "2GB", "--weights-gb", "inf"], "0 or more, got inf"),
+        (["plan", "--model", EMBEDDED_MODEL, "--memory", "2GB", "--weights-gb", "nan"], "0 or more, got nan"),
+        (["plan", "--model", EMBEDDED_MODEL, "--memory", "2GB", "--weights-gb", "-3"], "0 or more, got -3"),
+        (["demo", "--prompt-tokens", "0"], "expected --prompt-tokens of 1 or more, got 0"),
+        (["demo", "--prompt-tokens", "-4"], "expected --prompt-tokens of 1 or more, got -4"),
         (["eval", "--out", "/nowhere/r.json"], "expected a folder"),
+        (["eval", "--out", "."], "expected a file to write, got '.'"),
+        (["eval", "--plot", EMBEDDED_MODEL], "which is none; name a file in a folder"),
+        (["lm-eval", "--tasks", "tq_passkey", "--out", "/dev/null"], "expected a file to write, got '/dev/null'"),
         (["eval", "--decode", "0"], "expected context, decode"),
         (["eval", "--settings", "best"], "settings of default, all_packed; got 5 presets and best"),
         (["eval", "--texts", "/nowhere"], "expected a text file in UTF-8"),
@@ -155,6 +164,28 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
     assert len(errors) == 1 and errors[0].startswith("error: ")
     assert message in errors[0]
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "info"])
+def test_a_config_that_transformers_does_not_read_is_bad_input(tmp_path, command):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "num_hidden_layers": "x"}')
+    error = run(command, "--model", file, code=2).stderr
+    assert "expected a config.json that transformers can read" in error and "num_hidden_layers" in error
+    assert str(file) in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["r.xyz", "r"])
+def test_a_plot_of_no_known_kind_is_refused_before_the_work(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    assert "expected a plot with a suffix of" in run("eval", "--plot", tmp_path / name, code=2).stderr
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    check_outputs(tmp_path / "r.json", None)
+    monkeypatch.setattr("tq_cache.tools.files.os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match="that you may write to"):
+        check_outputs(tmp_path / "r.json")
 
 
 def test_lists_of_names():

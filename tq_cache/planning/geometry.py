@@ -48,7 +48,7 @@ class ModelGeometry:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config in a folder, or a config.json.  Raises ValueError unless there is one."""
+    """The config in a folder, or a config.json.  Raises ValueError unless there is one that transformers can read."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -59,7 +59,12 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ValueError(f"expected the config.json of a model, got {str(file)!r}, which is not JSON") from None
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(f"expected a config.json with a model_type, got {str(file)!r} without")
-    return AutoConfig.from_pretrained(str(file))
+    try:
+        return AutoConfig.from_pretrained(str(file))
+    except Exception as error:  # of any class: huggingface_hub checks fields, or transformers, or nobody does
+        raise ValueError(
+            f"expected a config.json that transformers can read, got {str(file)!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def model_geometry(config: PreTrainedConfig) -> ModelGeometry:

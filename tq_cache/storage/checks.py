@@ -1,7 +1,9 @@
-"""What new keys and values must be before a storage takes them.  Nothing has changed when one of these raises."""
+"""What sizes, and new keys and values, must be before a storage takes them.  Nothing has changed when one raises."""
 
+import operator
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -11,6 +13,19 @@ from ..formats.rotation import MAX_HEAD_DIM, MIN_HEAD_DIM, check_head_dim, is_pa
 
 # Shape and dtype, all that is looked at of a tensor here.
 _Described = tuple[torch.Size, torch.dtype]
+
+
+def checked_count(name: str, value: Any, least: int = 0) -> int:
+    """An integer of any type (numpy's, too) as an int.  Raises TypeError on anything else, ValueError below `least`."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool):
+        raise TypeError(f"expected {name} as an integer of {least} or more, got {value!r}")
+    if count < least:
+        raise ValueError(f"expected {name} of {least} or more, got {count}")
+    return count
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:

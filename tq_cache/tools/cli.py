@@ -1,5 +1,6 @@
 """The command line: parse, call, print."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +15,7 @@ from ..backends.hardware import detect
 from ..formats.presets import FORMATS, resolve_preset
 from ..planning.geometry import load_config
 from ..planning.memory import PlanSettings, parse_memory, plan_memory
+from ..storage.checks import checked_count
 from . import baselines, harness, records, saved, tables
 from . import evaluate as quality
 from . import runs as demo_runs
@@ -37,7 +39,7 @@ from .arguments import (
     read_prompt,
 )
 from .console import progress, show, stdout, user_errors
-from .files import check_folders, write_json
+from .files import check_outputs, write_json
 from .texts import read_texts
 
 app = typer.Typer(
@@ -63,6 +65,7 @@ def demo(
     """The same prompt, a long story with a fact in it, with the 16-bit cache and with each preset."""
     with user_errors():
         names, skip = parse_presets(presets), parse_skip_layers(skip_layers)
+        checked_count("--prompt-tokens", prompt_tokens, least=1)
         language_model, tokenizer = load_model(model)
         case = demo_runs.demo_case(tokenizer, prompt_tokens)
         with progress("generating", len(names) + 1) as advance:
@@ -156,6 +159,8 @@ def plan(
 ) -> None:
     """KV memory per preset, and the longest context that fits, from a config alone."""
     with user_errors():
+        if not (math.isfinite(weights_gb) and weights_gb >= 0):
+            raise ValueError(f"expected --weights-gb of 0 or more, got {weights_gb:g}")
         if weights_gb and memory is None:
             raise ValueError(f"expected --memory beside --weights-gb {weights_gb:g}, got none")
         left = None if memory is None else parse_memory(memory) - int(weights_gb * 1e9)
@@ -195,9 +200,9 @@ def evaluate(
     with user_errors():
         caches = baselines.grid(parse_presets(presets), parse_names(settings))
         caches += baselines.peers() if peers else []
-        check_folders(out, plot)
+        check_outputs(out, plot)
         if plot is not None:
-            quality.plotting()  # missing matplotlib is better known before the measuring than after
+            quality.check_plot(plot)
         measure = quality.EvalSettings(context, decode, texts=num_texts, cases=cases, greedy=greedy, group=group)
         text = None if texts is None else read_texts(texts)
         # float32, so that KL shows what the cache does and not the rounding of the model
@@ -227,7 +232,7 @@ def lm_eval(
     """lm-evaluation-harness under the 16-bit cache and each preset; contexts of what it scores are in the cache."""
     with user_errors():
         names = parse_presets(presets)
-        check_folders(out)
+        check_outputs(out)
         results = harness.measure(
             *(*load_model(model), names, parse_names(tasks), words, limit, batch), residual_length=residual_length
         )

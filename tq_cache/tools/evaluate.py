@@ -202,6 +202,16 @@ def plotting() -> Any:
     return Figure
 
 
+def check_plot(path: Path) -> None:
+    """Raise ValueError unless matplotlib is there and knows such pictures: better known before the measuring."""
+    plotting()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"expected a plot with a suffix of {', '.join(sorted(known))}, got {path.name!r}")
+
+
 @dataclass(frozen=True)
 class _Reference:
     """A group of texts: `ids` int64 [N, context + decode + 1], exact logits [N, decode, vocabulary] behind the

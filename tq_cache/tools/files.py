@@ -27,8 +27,14 @@ def write_json(path: str | Path, record: Any) -> None:
             file.write("\n")
 
 
-def check_folders(*paths: Path | None) -> None:
-    """Raise ValueError unless there are folders for such files: better known before the measuring than after."""
+def check_outputs(*paths: Path | None) -> None:
+    """Raise ValueError unless such files can be written: better known before the measuring than after."""
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if path.exists() and not path.is_file():
+            raise ValueError(f"expected a file to write, got {str(path)!r}, which is none; name a file in a folder")
+        if not path.parent.is_dir():
             raise ValueError(f"expected a folder for {str(path)!r}, there is none; make it first")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ValueError(f"expected a folder for {str(path)!r} that you may write to; name another")
