@@ -200,3 +200,19 @@ def test_a_whole_model_with_mixed_presets(embedded):
     runs = [log_probs("fp8_e4m3", **options), log_probs("tq3", **half, **options), log_probs("tq3", **options)]
     kl = [(exact.exp() * (exact - run)).sum(-1).mean().item() for run in runs]
     assert 0 < kl[0] < kl[1] < kl[2]
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 256])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text"])
+def test_dtype_may_not_change(name, max_cache_len):
+    """Nor in sliding layers, transformers' own: they would take another, and let a later layer refuse it."""
+    model = build(name, "turboquant")
+    cache, ids = TurboQuantCache(model.config, max_cache_len=max_cache_len), prompt(model, 40)["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+        untouched = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="expected keys in torch.float32, as this cache holds, got torch.float16"):
+            copy.deepcopy(model).half()(ids[:, 30:31], past_key_values=cache)
+        for x in (ids[:, 30:31], ids[:, 31:]):
+            expected = model(x, past_key_values=untouched).logits
+            assert torch.equal(model(x, past_key_values=cache).logits, expected)

@@ -233,6 +233,11 @@ class TurboQuantCache(Saveable, DynamicCache):
                 f"expected keys of batch {held.shape[0]}, as this cache holds, got batch {key_states.shape[0]}; "
                 "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
             )
+        if held is not None and held.dtype != key_states.dtype:  # before a layer of transformers' own takes them
+            raise ValueError(
+                f"expected keys in {held.dtype}, as this cache holds, got {key_states.dtype}; run every step in one "
+                "dtype (autocast on for all, or for none), or reset() the cache"
+            )
         if held is None and len(key_states.shape) == len(value_states.shape) == 4:  # others the storage refuses
             self._meet_widths(layer_idx, key_states.shape[3], value_states.shape[3])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
