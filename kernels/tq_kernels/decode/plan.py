@@ -85,8 +85,8 @@ def decode(
     """Attention of up to 16 query tokens per sequence to sink tokens, packed tokens and a tail, in this order.
 
     query:         [B, H_q, S, D], bfloat16, float16 or float32
-    key, value:    packed states, of which the first `packed_length` tokens count, or None; every number in their
-                   blocks, also behind the last token, must be finite (`torch.zeros` is)
+    key, value:    packed states, of which the first `packed_length` tokens count, or None; behind the last one their
+                   blocks may hold anything
     tail_keys, tail_values: [B, H_kv, n, D] and [B, H_kv, n, D_v], n >= 0, in the query's dtype
     sink_tokens:   keys and values, likewise, or None
     mask:          [1 or B, 1 or H_q, S, all tokens or more], bool (True takes part) or float (added), or None: causal,
@@ -221,10 +221,12 @@ def _strides(given: Key, key: Layout, value: Layout, packed: bool) -> Strides:
     )
 
 
-def _flags(given: Key) -> Flags:
+def _flags(given: Key, of_bytes: bool = False) -> Flags:
+    """of_bytes: values of 8 bits are packed."""
     queries, tail = given.query.shape[2], given.tail_keys.shape[2]
     causal = given.causal and given.mask is None and queries > 1
-    return Flags(given.capped, causal, causal and tail < queries - 1, given.mask_kind)
+    stale = of_bytes and (given.packed_length % BLOCK_TOKENS > 0 or given.counts[0] is not None)
+    return Flags(given.capped, causal, causal and tail < queries - 1, given.mask_kind, stale)
 
 
 def _rotate_program(device: Device, shape: Shape, arithmetic: Arithmetic) -> Program:
@@ -245,8 +247,8 @@ def _packed_program(
         repeats=repeats, terms=terms, twins=max(16 // (shape.columns * terms), 1),
     )  # fmt: skip
     constants = dict(
-        SHAPE=shape, CODES=Codes(*key.coding.code, *value.coding.code), FLAGS=_flags(given), ARITHMETIC=arithmetic,
-        LAUNCH=launch,
+        SHAPE=shape, CODES=Codes(*key.coding.code, *value.coding.code), ARITHMETIC=arithmetic, LAUNCH=launch,
+        FLAGS=_flags(given, value.coding.bits == 8),
     )  # fmt: skip
     options = dict(num_warps=config.warps, num_stages=config.stages)
     if config.registers and arithmetic.ptx:

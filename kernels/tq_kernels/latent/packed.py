@@ -93,6 +93,8 @@ def attend_packed_latents(
         token, inside = tile_tokens(chosen, first, end, tokens, num_sinks, TILE, FLAGS.chosen)
         codes = load_latents(base, first, token, blocks, SHAPE, CODE, MODE, FLAGS.chosen).to(DTYPE)
         s = tl.dot(q, codes.T, input_precision=ARITHMETIC.precision) * numbers.factor[:, None]
+        if FLAGS.stale:  # a probability of 0 times NaN is NaN
+            codes = tl.where(inside[:, None], codes, 0.0)
         scale = None
         if CODE.bits != 8:
             scale = tl.load(scales + token, mask=inside, other=1).to(tl.float32)

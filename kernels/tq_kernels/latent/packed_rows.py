@@ -119,9 +119,12 @@ def attend_packed_rows(
     acc = ()
     for _ in tl.static_range(4 * parts(CODE.bits) // STEP):
         acc = acc + (tl.zeros((STEP * ROW // 4, COLUMNS), tl.float32),)  # type: ignore[assignment]
+    # The last tile is moved back, so that it holds nothing of the next sequence, nor a block that does not count, whose
+    # bytes may be NaN; what it repeats does not count either.
+    BLOCKS: tl.constexpr = TILE // BLOCK_TOKENS
+    last = (tl.maximum(tl.cdiv(tokens, BLOCK_TOKENS), BLOCKS) - BLOCKS) * BLOCK_TOKENS
     for first in tl.range(begin, tl.minimum(begin + per_split, tokens), TILE, num_stages=LAUNCH.stages):
-        # The last tile is moved back, so that it holds nothing of the next sequence; what it repeats does not count.
-        start = tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
+        start = tl.minimum(first, last)
         token = start + tl.arange(0, TILE)
         inside = (token >= first) & (token < tokens)
         words = rows.load([first_row + start, 0])

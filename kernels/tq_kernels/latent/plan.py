@@ -41,7 +41,7 @@ from .arguments import (
 )
 from .attend import latent_exact_kernel, latent_kernel, latent_rows_kernel
 from .merge import MergePrograms, merge_programs
-from .problem import LatentKey, LatentProblem, check_latents
+from .problem import LatentKey, LatentProblem, check_latents, has_whole_tiles
 from .query import QUERY_ROWS, latent_query_kernel
 
 _NO_TRANSFORM = Transform(None, None, None)
@@ -89,7 +89,8 @@ def decode_latents(
     content:            queries of latents, [B, H, S, rank], bfloat16, float16 or float32; rank 128, 256 or 512
     rotary:             queries of rotary keys, [B, H, S, d], likewise; d 0, 32 or 64
     latents, positions: packed latents and rotary keys, one head, of which the first `packed_length` tokens count, or
-                        None; every number in their blocks must be finite
+                        None; behind the last one their blocks may hold anything; with `num_tokens`, the second
+                        block of 8-bit latents must hold no NaN until tokens are packed there
     tail_latents, tail_rotary: [B, 1, n, rank] and [B, 1, n, d], in the queries' dtype
     indices:            int [B, S, k], the tokens that each query may see, each once (-1: none); no others are read
     rows, splits:       for tests: whether tokens are rows of the dots, a number of splits
@@ -208,10 +209,7 @@ def _plan(given: LatentKey) -> LatentPlan:
     width, columns = given.rotary.shape[3], heads * (queries if given.chosen is None else 1)
     packs = latents is not None and positions is not None and given.packed_length > 0
     bits = latents.coding.bits if packs and latents is not None else 16
-    rows = given.rows if given.chosen is None else False
-    config = choices.latent_config(bits, rank, width, columns, content.dtype, device, rows)
-    if config.rows and latents is not None and latents.blocks * BLOCK_TOKENS < config.tile:
-        config = choices.SHORT_ROWS
+    config = _config(given, bits, columns)
     tiles = triton.cdiv(columns, config.columns)
     programs = batch * tiles * (1 if given.chosen is None else queries)
     tail = given.exact[0]
@@ -223,8 +221,10 @@ def _plan(given: LatentKey) -> LatentPlan:
     exact = choices.latent_exact_splits(config, programs, tail.shape[2], device.multiprocessors, splits > 0)
     all_splits = splits + exact + (given.exact[2] is not None)
     shape = LatentShape(rank, width, max(width, 16), heads, queries, config.columns)
+    stale = splits > 0 and bits == 8 and (given.chosen is not None or given.packed_length % BLOCK_TOKENS > 0)
     flags = LatentFlags(
-        given.capped, given.causal and given.mask is None and queries > 1, given.mask_kind, given.chosen is not None
+        given.capped, given.causal and given.mask is None and queries > 1, given.mask_kind, given.chosen is not None,
+        stale,
     )  # fmt: skip
     pdl, arithmetic = device.starts_dependents, choices.latent_arithmetic(content.dtype, device)
     operand: tuple[tuple[int, ...], torch.dtype] = ((batch, heads * queries, rank), content.dtype)
@@ -255,6 +255,17 @@ def _plan(given: LatentKey) -> LatentPlan:
         (tiles, programs // tiles, all_splits), splits, all_splits, operand, positions_dtype,
         (config.tile, rank * bits // 8) if config.rows and splits else None, _steps(given),
     )  # fmt: skip
+
+
+def _config(given: LatentKey, bits: int, columns: int) -> choices.LatentConfig:
+    """bits: of packed latents, 16 where none are; columns: of a sequence, or of a query where tokens are chosen."""
+    rows, rank, width, device = given.rows, given.content.shape[3], given.rotary.shape[3], given.device
+    if given.chosen is not None or (bits == 8 and not has_whole_tiles(given)):
+        rows = False
+    config = choices.latent_config(bits, rank, width, columns, given.content.dtype, device, rows)
+    if config.rows and given.latents is not None and given.latents.blocks * BLOCK_TOKENS < config.tile:
+        return choices.SHORT_ROWS
+    return config
 
 
 def _rotary_code(positions: Layout) -> RotaryCode:

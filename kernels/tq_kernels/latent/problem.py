@@ -7,7 +7,7 @@ import torch
 from ..decode.problem import MAX_QUERIES, QUERY_DTYPES, check_counts_and_mask
 from ..device import Device
 from ..launch import Signature
-from ..states import Layout, States
+from ..states import BLOCK_TOKENS, Layout, States
 from ..store.latents import LATENT_RANKS, ROTARY_DIMS
 
 
@@ -59,6 +59,14 @@ class LatentKey(NamedTuple):
     splits: int | None
 
 
+def has_whole_tiles(given: LatentKey) -> bool:
+    """Whether `packed_rows` reads only tokens that count, in tiles of two blocks, or of the only one there is.  It
+    cannot leave out any, so 8-bit codes of others must not be NaN."""
+    assert given.latents is not None
+    whole = given.packed_length % BLOCK_TOKENS == 0
+    return given.counted is not None or (whole and given.packed_length >= min(2, given.latents.blocks) * BLOCK_TOKENS)
+
+
 def check_latents(given: LatentKey) -> None:
     """Raise ValueError, with what was given, on what the kernels would read wrongly."""
     content, rotary = given.content, given.rotary
@@ -73,6 +81,11 @@ def check_latents(given: LatentKey) -> None:
         )
     if given.rows and content.dtype == torch.float32:
         raise ValueError("expected 16-bit queries with rows=True, got float32: fp8 dots are too coarse for it")
+    eight = given.latents is not None and given.packed_length and given.latents.coding.bits == 8
+    if given.rows and eight and not has_whole_tiles(given):
+        raise ValueError(
+            f"expected two whole blocks of 8-bit latents or more with rows=True, got {given.packed_length} tokens"
+        )
     _check_exact(given, batch, (rank, width))
     if given.latents is not None and given.positions is not None:
         for layout, size in ((given.latents, rank), (given.positions, width)):
