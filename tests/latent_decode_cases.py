@@ -300,6 +300,7 @@ def attend_static(queries: list[torch.Tensor], states: PreallocatedStates, mask,
         mask=mask,
         num_tokens=states.num_tokens,
         residual_length=states.residual_length,
+        max_length=states.max_length,
         rows=True,
         **options,
     )[0]

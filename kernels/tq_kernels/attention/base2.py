@@ -27,7 +27,7 @@ def divisor(total):
 
 @triton.jit
 def usable_scale(scale):
-    """Scales as positive finite numbers, whatever memory holds: NaN goes to outputs with the score, never with p = 0."""
+    """Scales as positive finite numbers, whatever memory holds: NaN goes to outputs with the score."""
     return tl.where((scale > 1e-7) & (scale < float("inf")), scale, 1e-7)
 
 

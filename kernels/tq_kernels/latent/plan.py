@@ -14,13 +14,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..attention.masks import MaskSteps, describe_mask
+from ..attention.masks import MaskSteps, describe_mask, expand_logits
 from ..attention.scores import LOG2E
 from ..bits.to_float16 import decoders
 from ..decode.arguments import Counts, QuerySteps
 from ..decode.merge import NO_STEPS
 from ..device import describe
-from ..launch import Launch, Program, aligned, signature
+from ..launch import Launch, Program, signature, signatures
 from ..states import BLOCK_TOKENS, Layout, PairSteps, States, TokenSteps, Transform
 from . import choices
 from .arguments import (
@@ -81,6 +81,7 @@ def decode_latents(
     indices: torch.Tensor | None = None,
     num_tokens: torch.Tensor | None = None,
     residual_length: int = 0,
+    max_length: int | None = None,
     rows: bool | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +102,8 @@ def decode_latents(
     """
     problem = LatentProblem(
         describe(content.device), content, rotary, latents, positions, tail_latents, tail_rotary, packed_length,
-        scaling, sink_tokens, mask, softcap, sink_logits, causal, indices, num_tokens, residual_length, rows, splits,
+        scaling, sink_tokens, mask, softcap, sink_logits, causal, indices, num_tokens, residual_length, max_length,
+        rows, splits,
     )  # fmt: skip
     launches, out, lse = prepare_latents(problem)
     for launch in launches:
@@ -116,16 +118,19 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
     mask, mask_kind = describe_mask(problem.mask, content)
     chosen = None
     if problem.indices is not None:
+        if problem.indices.dim() != 3 or problem.indices.is_floating_point():
+            raise ValueError(f"expected indices [{batch}, {queries}, k] of integers, got {list(problem.indices.shape)}")
         indices = problem.indices.to(torch.int32).contiguous()
         chosen = Chosen(indices, indices.shape[2])
     sinks = problem.sink_tokens if problem.sink_tokens is not None and problem.sink_tokens[0].shape[2] else (None, None)
     exact = ExactLatents(content, rotary, problem.tail_latents, problem.tail_rotary, *sinks)
+    sink_logits = expand_logits(problem.sink_logits, content)
+    logits, listed, counted = signatures(sink_logits, None if chosen is None else chosen.indices, problem.num_tokens)
     plan = _plan(LatentKey(
         problem.device, signature(content), signature(rotary), latents and latents.layout,
-        positions and positions.layout, tuple(None if x is None else signature(x) for x in exact[2:]),
-        problem.packed_length, None if mask is None else signature(mask), mask_kind, problem.softcap is not None,
-        problem.causal, None if chosen is None else chosen.top_k, aligned(problem.num_tokens)[0],
-        problem.residual_length, problem.rows, problem.splits,
+        positions and positions.layout, signatures(*exact[2:]), problem.packed_length,
+        None if mask is None else signature(mask), mask_kind, problem.softcap is not None, problem.causal, logits,
+        listed, counted, problem.residual_length, problem.max_length, problem.rows, problem.splits,
     ))  # fmt: skip
     tail_length = problem.tail_latents.shape[2]
     counts = Counts(None, problem.num_tokens, None if problem.num_tokens is None else tail_length)
@@ -154,7 +159,6 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         torch.empty_like(content, memory_format=torch.contiguous_format),
         content.new_empty(batch, heads, queries, dtype=torch.float32),
     )
-    sink_logits = None if problem.sink_logits is None else problem.sink_logits.expand(batch, heads, queries)
     steps = NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
     transform = latents.transform if plan.splits and latents is not None else _NO_TRANSFORM
     join, merge, channels = plan.merge
@@ -216,7 +220,7 @@ def _plan(given: LatentKey) -> LatentPlan:
     assert tail is not None
     splits = 0
     if packs:
-        tokens = given.packed_length if given.chosen is None else given.chosen
+        tokens = given.packed_length if given.chosen is None else given.chosen.shape[2]
         splits = given.splits or choices.latent_splits(config, programs, tokens, device.multiprocessors)
     exact = choices.latent_exact_splits(config, programs, tail.shape[2], device.multiprocessors, splits > 0)
     all_splits = splits + exact + (given.exact[2] is not None)
