@@ -1,5 +1,6 @@
 """NaN wherever nothing was written: in what a launcher allocates, and in a storage behind its last token."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,13 @@ from tq_cache.storage.preallocated import PreallocatedStorage
 
 @contextmanager
 def empty_is_nan() -> Iterator[None]:
-    """`torch.empty` and its like are filled with NaN, and with the largest integer."""
+    """`torch.empty` and its like are filled with NaN, and with the largest integer.
+
+    Not with TQ_LEAVE_EMPTY=1: then a tool looks for what is read unwritten (`scripts/sanitize.sh`).
+    """
+    if os.environ.get("TQ_LEAVE_EMPTY") == "1":
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
