@@ -37,7 +37,7 @@ for name in ${@:-memcheck racecheck initcheck}; do
     filter=$FILTER empty=0
     [ "$name" = initcheck ] && filter="" empty=1 # what nobody wrote is left so, see `empty_is_nan`
     # shellcheck disable=SC2086
-    TQ_LEAVE_EMPTY=$empty timeout "${LIMIT:-600}" "$sanitizer" --tool "$name" $filter --print-limit 1000 \
+    TQ_LEAVE_EMPTY=$empty timeout "${LIMIT:-600}" "$sanitizer" --tool "$name" $filter --print-limit 100000 --show-backtrace no \
         "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu/test_every_kernel.py ${SELECTION:+-k "$SELECTION"} \
         > "$log" 2>&1
     code=$?

@@ -10,6 +10,7 @@ from kernel_harness import DTYPES
 
 from tq_cache.backends import reference
 from tq_cache.formats.presets import PRESETS
+from tq_cache.formats.states import map_tensors
 from tq_cache.storage.growing import GrowingStorage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,9 +94,8 @@ def test_offsets_beyond_32_bits():
     for part in (view.key, view.value):
         packed = part.packed.new_zeros(many, 8, 2 * blocks, 64 * 128)
         packed[-2:, :, : part.packed.shape[2]] = part.packed
-        scale = part.calibration.scale.new_ones(many, 8, 1, 1)
-        scale[-2:] = part.calibration.scale
-        states.append(replace(part, packed=packed, calibration=replace(part.calibration, scale=scale)))
+        calibration = map_tensors(part.calibration, lambda x: x.expand(many // 2, *x.shape).flatten(0, 1).contiguous())
+        states.append(replace(part, packed=packed, calibration=calibration))
     assert states[0].packed.numel() > 2**31
     tails = (view.tail_keys.new_zeros(many, 8, 0, 128), view.tail_values.new_zeros(many, 8, 0, 128))
     wide = query.new_zeros(many, *query.shape[1:])

@@ -95,19 +95,19 @@ def prefill_query_kernel(
     tl.store(rotated.rows + element, x.to(rotated.rows.dtype.element_ty), mask=(row < rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count", "rows"])
 def prefill_merge_kernel(
-    outs, lses, rotation, center, merged, rows,
+    outs, lses, rotation, center, merged, count, rows,
     DIM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One program = M queries of one query head: joins spans, and undoes rotation and centre of the values.
 
-    outs: each [B, H_q, rows, D_v]; lses: each [B, H_q, rows]; merged: `Attended`, written.  Never in place: one warp
-    would write a log-sum-exp that another has yet to read.
+    outs: each [B, H_q, rows, D_v]; lses: each [B, H_q, rows]; merged: `Attended`, written for the first `count` rows,
+    the others being padding.  Never in place: one warp would write a log-sum-exp that another has yet to read.
     """
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, channels(DIM))
-    inside = row < rows
+    inside = row < count
     index = (batch * tl.num_programs(1) + head) * rows + row
     weights, total, lse = _weights(lses, index, inside)
     if rotation is None:
@@ -154,12 +154,13 @@ def merge_spans(problem: Problem, spans: list[Attended], last: bool = False) -> 
     if len(spans) == 1 and rotation is None and center is None:
         return spans[0]
     batch, heads, rows, dim = spans[0].out.shape
+    count = problem.query.shape[2]
     outs, lses = zip(*spans, strict=True)
     merged = Attended(torch.empty_like(outs[0]), torch.empty_like(lses[0]))
     program = problem.program(
         prefill_merge_kernel, config, DIM=dim, GROUP=problem.group, PRECISION=problem.precision,
         M=config.tile.queries, K=config.tile.tokens,
     )  # fmt: skip
-    arguments = (outs, lses, rotation, center, merged, rows)
-    Launch(program, (triton.cdiv(rows, config.tile.queries), heads, batch), arguments).run()
+    arguments = (outs, lses, rotation, center, merged, count, rows)
+    Launch(program, (triton.cdiv(count, config.tile.queries), heads, batch), arguments).run()
     return merged
