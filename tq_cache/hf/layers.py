@@ -22,6 +22,8 @@ from .caller import Caller, lend
 from .handles import KVHandle, materialize
 from .latent import Update
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 class PackedLayer(DynamicLayer):
     """A full attention layer whose keys and values are packed.
@@ -175,6 +177,16 @@ class PreallocatedLayer(PackedLayer):
             self.flat = graph_ops.flatten(self.storage.states)
         return pair
 
+    def renew(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Where nothing is held: memory for other tokens than those before, [B, H_kv, T, D] each, in place of theirs.
+
+        Raises ValueError, changing nothing, where such tokens cannot be held.
+        """
+        self.storage.check_new(key_states, value_states)
+        self.flat = None  # so that it is freed before there is more
+        self.flat = graph_ops.flatten(self.storage.renew(key_states, value_states))
+        self.lazy_initialization(key_states, value_states)
+
     def place(self, key_states: torch.Tensor) -> None:
         super().place(key_states)
         if self.storage.states is not None:
@@ -249,12 +261,21 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
     is_croppable = False
 
 
-def newest_keys(layer: Any) -> torch.Tensor | None:
-    """The memory of a cache layer's newest keys, [B, H_kv, slots, D], packed or transformers' own; None before any."""
+def newest_pair(layer: Any) -> Pair | None:
+    """The memory of a cache layer's newest keys and values, [B, H_kv, slots, D] each; None before any.
+
+    Of a packed layer, or of one of transformers' own.
+    """
     if isinstance(layer, PackedLayer):
-        return None if layer.storage.newest is None else layer.storage.newest[0]
+        return layer.storage.newest
     keys = getattr(layer, "keys", None)
-    return keys if isinstance(keys, torch.Tensor) and keys.numel() else None
+    return (keys, layer.values) if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+
+def newest_keys(layer: Any) -> torch.Tensor | None:
+    """The keys of `newest_pair`."""
+    pair = newest_pair(layer)
+    return None if pair is None else pair[0]
 
 
 def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:
