@@ -122,10 +122,8 @@ class PackedLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            if self.device.type == "cuda":
-                # On a stream of its own: the copy to the CPU may not be done yet, and the memory that this takes may
-                # still be read by the attention of a layer before.  transformers 5.23 waits itself, 5.17 does not.
-                torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
+            # On a stream of its own, while the model computes on any other.  The storage orders copies and uses by
+            # events; of transformers' waits, which differ between 5.17 and 5.23, all are for the default stream.
             self.storage.to(self.device)
 
 
