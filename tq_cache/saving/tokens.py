@@ -83,7 +83,7 @@ def _check_tokens(
     right = all(x is not None and len(x["shape"]) == 4 for x in tails)
     expect(right, "tail.keys and tail.values", sorted(names), where)
     dims, dtypes = [x["shape"][3] for x in tails], [x["dtype"] for x in tails]  # type: ignore[index]
-    expect(not {"uint8", "bool", "int64"} & set(dtypes), "tails in dtypes of models", dtypes, where)
+    expect(not {"uint8", "bool", "int64"} & set(dtypes), "tail.keys, tail.values in dtypes of models", dtypes, where)
     wanted: dict[str, tuple[list[int], str]] = {}
     formats: tuple[tuple[Role, Format], ...] = ((preset.roles[0], preset.key), (preset.roles[1], preset.value))
     for name, dim, dtype, (role, fmt) in zip(("key", "value"), dims, dtypes, formats, strict=True):
