@@ -13,16 +13,24 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .backends import backend_for, check_backend
 from .checkpoint.scales import GivenScale, check_scales, resolve_scales
-from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, length_after_crop, own_layers
+from .compat import (
+    RESET_KEEPS_LENGTH,
+    decoder_config,
+    exporting,
+    layer_kinds,
+    length_after_crop,
+    outside_graph,
+    own_layers,
+)
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
-from .hf.layers import PackedLayer, PreallocatedLayer, newest_keys, packed_layer
+from .hf.layers import PackedLayer, Pair, PreallocatedLayer, newest_pair, packed_layer
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
-from .storage.checks import checked_count, unpackable_width
+from .storage.checks import alike, check_states, checked_count, unpackable_width
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
@@ -227,20 +235,32 @@ class TurboQuantCache(Saveable, DynamicCache):
                 f"{key_states.device}; leave offloading out"
             )
         self._place_loaded(layer_idx, key_states)
-        held = newest_keys(self.layers[layer_idx])
-        if held is not None and held.shape[0] != key_states.shape[0]:
-            raise ValueError(
-                f"expected keys of batch {held.shape[0]}, as this cache holds, got batch {key_states.shape[0]}; "
-                "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
-            )
-        if held is not None and held.dtype != key_states.dtype:  # before a layer of transformers' own takes them
-            raise ValueError(
-                f"expected keys in {held.dtype}, as this cache holds, got {key_states.dtype}; run every step in one "
-                "dtype (autocast on for all, or for none), or reset() the cache"
-            )
+        held = newest_pair(self.layers[layer_idx])
+        if held is not None and not self._continues(held, (key_states, value_states)):
+            outside_graph(self._renew, layer_idx, held, key_states, value_states)
+            held = None
         if held is None and len(key_states.shape) == len(value_states.shape) == 4:  # others the storage refuses
             self._meet_widths(layer_idx, key_states.shape[3], value_states.shape[3])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _continues(self, held: Pair, new: Pair) -> bool:
+        """Whether tokens can go behind those held, which may be on another device where transformers offloads them."""
+        return all(alike(x, old, any_device=self.offloading) for x, old in zip(new, held, strict=True))
+
+    def _renew(self, layer_idx: int, held: Pair, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make a layer's memory anew for other tokens, if it holds none, as after `reset`; else raise ValueError."""
+        layer: Any = self.layers[layer_idx]
+        if int(layer.get_seq_length()):  # before a layer of transformers' own takes them
+            if held[0].shape[0] != keys.shape[0]:
+                raise ValueError(
+                    f"expected keys of batch {held[0].shape[0]}, as this cache holds, got batch {keys.shape[0]}; "
+                    "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
+                )
+            check_states(keys, values, held)
+        elif isinstance(layer, PreallocatedLayer):
+            layer.renew(keys, values)
+        else:
+            self.layers[layer_idx] = own_layers(self.config, self._max_cache_len)[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens held by a layer; of one that pipeline parallelism gave to another process, those of one that is here.

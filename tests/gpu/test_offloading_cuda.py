@@ -132,3 +132,43 @@ def test_every_device_has_slots_of_its_own():
         assert torch.equal(own[0], expected[0]) and torch.equal(own[1], expected[1])
         assert {device.index for device in cache._turns.slots} == {0, 1}
         assert [storage.device.index for storage in offloaded(cache)] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("late", ["compute", "copy"])
+def test_whole_layers_move_in_the_order_of_any_streams(late):
+    """As `offloading=True` moves them, by a model that computes on a stream of the user's: the default one is idle."""
+    torch.manual_seed(0)
+    kept, moved = (GrowingStorage(PRESETS["tq4"], 16, 4, "auto") for _ in range(2))
+    compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    compute.wait_stream(torch.cuda.current_stream())
+    for count in (4000, *[1] * 40, 200, *[1] * 10):
+        with torch.cuda.stream(compute):
+            new = tokens(count)
+            if late == "compute":
+                torch.cuda._sleep(MILLISECOND)
+            expected, view = kept.append(*new), moved.append(*new)
+            moved.to("cpu")
+            for role in ("key", "value"):
+                wrong += (materialize(view, role) != materialize(expected, role)).sum()
+            del view, expected
+        with torch.cuda.stream(copies):
+            if late == "copy":
+                torch.cuda._sleep(MILLISECOND)
+            moved.to("cuda")
+            torch.full((4, 4, 4096, 128), 7.0, device="cuda")  # takes memory that has come free
+    compute.synchronize()
+    assert wrong.item() == 0
+    moved.to("cpu")
+    assert torch.equal(moved.view().tail_keys, kept.view().tail_keys.cpu())  # the host waits for what it reads
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
+def test_the_same_logits_on_a_stream_of_the_users(model, options):
+    expected = run(model, TurboQuantCache(model.config, **OPTIONS), **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        own = run(model, TurboQuantCache(model.config, offloading=True, **OPTIONS), **options)
+    stream.synchronize()
+    assert torch.equal(own[0], expected[0]) and torch.equal(own[1], expected[1])

@@ -197,3 +197,16 @@ def test_files_hold_little_more_than_packed_bytes(tmp_path):
 
     names = files_named(read_header(tmp_path))
     assert len(names) > 2 and total_bytes(tmp_path, [*names, "cache.json"]) <= 1.01 * held
+
+
+def test_keys_and_values_of_different_dtypes(llama, tmp_path):
+    """As under autocast, where rotary embeddings make keys float32 again."""
+    generator = torch.Generator().manual_seed(0)
+    cache = TurboQuantCache(llama.config, **OPTIONS)
+    for layer in range(len(cache.layers)):
+        keys, values = (torch.randn(2, 2, 200, 64, generator=generator) for _ in range(2))
+        cache.update(keys, values.bfloat16(), layer)
+    again = reloaded(cache, llama, tmp_path)
+    for layer, expected in zip(again.layers, cache.layers, strict=True):
+        assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
+        assert layer.values.dtype == torch.bfloat16

@@ -4,10 +4,11 @@ import pytest
 import torch
 from storages import HEADS, everything, make_storage, tokens
 
-from tq_cache.formats.presets import resolve_preset
+from tq_cache.formats.presets import PRESETS, resolve_preset
 from tq_cache.hf.handles import materialize
 from tq_cache.storage.first_tokens import MAX_WAITING_TOKENS, MIN_CALIBRATION_TOKENS
 from tq_cache.storage.growing import GrowingStorage
+from tq_cache.storage.preallocated import PreallocatedStorage
 
 DIM = 64
 # What 4-bit codes with an unbiased or norm-corrected scale leave of Gaussian vectors: 0.098 and, of 3, 2 bits, more.
@@ -236,3 +237,63 @@ def test_sparse_attention_hides_no_beginning(generator):
     assert storage.first_tokens.done and storage.packed_length == 256
     mean = torch.stack([pair[0][0].mean(dim=1), pair[0][1, :, 50:].mean(dim=1)])
     torch.testing.assert_close(storage.key.calibration.center[:, :, 0], mean, atol=1e-5, rtol=1e-5)
+
+
+def repeated_then_text(generator, repeated: int) -> list[torch.Tensor]:
+    """Keys with a large constant; the first tokens are one, with equal values and keys that turn with their place."""
+    pair = vectors(generator, repeated + 600)
+    pair[0][..., 20] += 300
+    pair[1][:, :, :repeated] = pair[1][:, :, :1]
+    return pair
+
+
+def error_of_keys(storage, keys, start: int = 0) -> float:
+    """Norm of what packed keys from token `start` on are off by, over that of what varies in them."""
+    held = storage.view()
+    end = held.sink_length + held.packed_length
+    assert end > start + 400
+    varying = keys[:, :, start:end] - keys[:, :, start:end].mean(dim=2, keepdim=True)
+    return float((materialize(held, "key")[:, :, start:end] - keys[:, :, start:end]).norm() / varying.norm())
+
+
+@pytest.mark.parametrize("make", [make_storage, lambda: PreallocatedStorage(PRESETS["tq4"], 0, 0, 2000, "reference")],
+                         ids=["growing", "preallocated"])  # fmt: skip
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("repeated", [150, 300, 1100])
+def test_a_mask_that_shows_repeated_tokens_wins_over_their_values(make, repeated, masked, generator):
+    """They are real, so their chunk calibrates; before, it had the centre 0 for good."""
+    pair, query = repeated_then_text(generator, repeated), torch.randn(2, HEADS, repeated, DIM, generator=generator)
+    storage = make()
+    view = storage.append(*(x[:, :, :repeated] for x in pair), queries_follow=True)
+    view.observe(query, masks([0, 0], repeated, repeated) if masked else None)
+    assert storage.first_tokens.done
+    mean = pair[0][:, :, :repeated].mean(dim=2, keepdim=True)
+    torch.testing.assert_close(storage.calibration[0].center, mean)
+    storage.append(*(x[:, :, repeated:] for x in pair))
+    assert error_of_keys(storage, pair[0]) < 0.12
+
+
+@pytest.mark.parametrize("make", [make_storage, lambda: PreallocatedStorage(PRESETS["tq4"], 0, 0, 2000, "reference")],
+                         ids=["growing", "preallocated"])  # fmt: skip
+def test_repeated_tokens_of_which_nobody_spoke_are_right_and_so_is_what_follows(make, generator):
+    """More of them than wait: guessed to be padding, they give the centre; codes packed by it keep their meaning."""
+    repeated = MAX_WAITING_TOKENS + 100
+    pair, storage = repeated_then_text(generator, repeated), make()
+    fill(storage, pair, repeated)
+    assert storage.first_tokens.done
+    assert error_of_keys(storage, pair[0]) < 0.12 and error_of_keys(storage, pair[0], repeated) < 0.12
+
+
+def test_padding_that_no_mask_has_shown_yet_is_told_by_values(generator):
+    """The mask of the first chunk says that it is padding; the next chunk, which nobody shows, begins with padding."""
+    pair, query = vectors(generator, 900), torch.randn(2, HEADS, 300, DIM, generator=generator)
+    pair[0][..., 20] += 300
+    for x in pair:
+        x[1, :, :500] = 7 * x[1, :, :1]
+    storage = make_storage("tq4")
+    view = storage.append(*(x[:, :, :300] for x in pair), queries_follow=True)
+    view.observe(query, masks([0, 300], 300, 300))
+    assert not storage.first_tokens.done
+    storage.append(*(x[:, :, 300:] for x in pair))
+    assert storage.first_tokens.done
+    torch.testing.assert_close(storage.calibration[0].center[1], pair[0][1, :, 500:].mean(dim=1, keepdim=True))

@@ -1,5 +1,8 @@
 """Growing storage: padding, bytes and reallocations."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from storages import HEADS, codes_of, make_storage, tokens
@@ -125,3 +128,17 @@ def test_no_block_is_read_to_be_written(generator, monkeypatch):
     storage.crop(1000)
     storage.append(*tokens(generator, 64, batch=1))
     assert 0 < max(unpacked) <= HEADS * BLOCK_TOKENS * 48 * 4 // 8
+
+
+@pytest.mark.parametrize("use", [
+    lambda x: x.view(), lambda x: x.append(*tokens(torch.Generator(), 1)), lambda x: x.crop(50), lambda x: x.repeat(2),
+    lambda x: x.select(torch.tensor([0, 1])), lambda x: copy.deepcopy(x),
+], ids=["view", "append", "crop", "repeat", "select", "copy"])  # fmt: skip
+def test_the_host_waits_for_copies_of_what_it_uses(use, generator):
+    """What transformers' offloading copies to the CPU may be under way when it is read there; once is enough."""
+    storage, waits = make_storage("tq4", residual=16), []
+    storage.append(*tokens(generator, 200))
+    storage._moved = SimpleNamespace(synchronize=lambda: waits.append(1))
+    use(storage)
+    use(storage)
+    assert waits == [1]

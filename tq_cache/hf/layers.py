@@ -22,6 +22,8 @@ from .caller import Caller, lend
 from .handles import KVHandle, materialize
 from .latent import Update
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 class PackedLayer(DynamicLayer):
     """A full attention layer whose keys and values are packed.
@@ -120,10 +122,8 @@ class PackedLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            if self.device.type == "cuda":
-                # On a stream of its own: the copy to the CPU may not be done yet, and the memory that this takes may
-                # still be read by the attention of a layer before.  transformers 5.23 waits itself, 5.17 does not.
-                torch.cuda.current_stream(self.device).wait_stream(torch.cuda.default_stream(self.device))
+            # On a stream of its own, while the model computes on any other.  The storage orders copies and uses by
+            # events; of transformers' waits, which differ between 5.17 and 5.23, all are for the default stream.
             self.storage.to(self.device)
 
 
@@ -174,6 +174,16 @@ class PreallocatedLayer(PackedLayer):
             assert self.storage.states is not None
             self.flat = graph_ops.flatten(self.storage.states)
         return pair
+
+    def renew(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Where nothing is held: memory for other tokens than those before, [B, H_kv, T, D] each, in place of theirs.
+
+        Raises ValueError, changing nothing, where such tokens cannot be held.
+        """
+        self.storage.check_new(key_states, value_states)
+        self.flat = None  # so that it is freed before there is more
+        self.flat = graph_ops.flatten(self.storage.renew(key_states, value_states))
+        self.lazy_initialization(key_states, value_states)
 
     def place(self, key_states: torch.Tensor) -> None:
         super().place(key_states)
@@ -249,12 +259,21 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
     is_croppable = False
 
 
-def newest_keys(layer: Any) -> torch.Tensor | None:
-    """The memory of a cache layer's newest keys, [B, H_kv, slots, D], packed or transformers' own; None before any."""
+def newest_pair(layer: Any) -> Pair | None:
+    """The memory of a cache layer's newest keys and values, [B, H_kv, slots, D] each; None before any.
+
+    Of a packed layer, or of one of transformers' own.
+    """
     if isinstance(layer, PackedLayer):
-        return None if layer.storage.newest is None else layer.storage.newest[0]
+        return layer.storage.newest
     keys = getattr(layer, "keys", None)
-    return keys if isinstance(keys, torch.Tensor) and keys.numel() else None
+    return (keys, layer.values) if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+
+def newest_keys(layer: Any) -> torch.Tensor | None:
+    """The keys of `newest_pair`."""
+    pair = newest_pair(layer)
+    return None if pair is None else pair[0]
 
 
 def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:

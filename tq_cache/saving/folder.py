@@ -2,22 +2,25 @@
 
     cache.json                          the header; a folder without one holds no cache
     cache-<save>-<rank>-<n>.safetensors tensors; the header has their names, shapes, dtypes and checksums
+    .cache.json-<save>                  a save that goes on; in the end it is renamed to the header
 
 Every save has names of its own for its files, and replaces the header last and in one step.  One that is interrupted
-leaves what was there before, and what it wrote is not looked at.  Files of the header before are removed after that.
+leaves what was there before, and what it wrote is not looked at.  Then all files that the header does not name are
+removed, but for those of saves that go on.  A reader opens all files before it reads any, so that they stay readable;
+if one has gone meanwhile, it begins again with the header that is there now.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 HEADER = "cache.json"
-FILE_NAME = re.compile(r"cache-[0-9a-f]{16}-\d{1,5}-\d{1,6}\.safetensors")
+FILE_NAME = re.compile(r"cache-([0-9a-f]{16})-\d{1,5}-\d{1,6}\.safetensors")
+UNFINISHED = re.compile(r"\.cache\.json-([0-9a-f]{16})")
+ABANDONED = 24 * 3600.0  # seconds without a write after which a save counts as killed
 MOST_HEADER_BYTES = 256 << 20
 CHUNK = 4 << 20  # bytes that are hashed at once, each by a thread
 READERS = 2  # tensors that are read ahead at once, each hashed by several threads: more were slower on 16 cores
@@ -77,16 +82,18 @@ class Writer:
     """Writes tensors to files of a folder, some at a time; removes them all where it is left by an exception.
 
     entries: what the header is to say of every tensor: dtype, shape, file and checksum
+    save:    the name of the save, set before anything is added
     """
 
-    def __init__(self, folder: Path, save: str, rank: int, most_bytes: int) -> None:
-        self.folder, self.save, self.rank, self.most_bytes = folder, save, rank, most_bytes
+    save: str
+
+    def __init__(self, folder: Path, rank: int, most_bytes: int) -> None:
+        self.folder, self.rank, self.most_bytes = folder, rank, most_bytes
         self.entries: dict[str, dict[str, Any]] = {}
         self._shard: dict[str, torch.Tensor] = {}
         self._files: list[Path] = []
 
     def __enter__(self) -> "Writer":
-        self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(
@@ -107,11 +114,20 @@ class Writer:
         self.entries[name] = dict(dtype=dtype, shape=list(copy.shape), file=file, sha256=checksum(copy))
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write what was added.  Raises OSError where that cannot be."""
         if self._shard:
             path = self._path(len(self._files))
             self._files.append(path)
-            save_file(self._shard, path, metadata={"format": "pt"})
+            try:
+                save_file(self._shard, path, metadata={"format": "pt"})
+            except SafetensorError as error:  # which holds the number of the system's error as text alone
+                number = re.search(r"os error (\d+)", str(error))
+                size = sum(x.nbytes for x in self._shard.values())
+                raise OSError(
+                    int(number[1]) if number else errno.EIO,
+                    f"expected to write {size} bytes, got {error}; free some room, or save to another folder",
+                    str(path),
+                ) from error
             with path.open("rb") as opened:
                 os.fsync(opened.fileno())
             self._shard = {}
@@ -120,34 +136,56 @@ class Writer:
         return self.folder / f"cache-{self.save}-{self.rank}-{number}.safetensors"
 
 
-def new_save() -> str:
-    """A name that no other save has."""
-    return secrets.token_hex(8)
+@contextmanager
+def new_save(folder: Path) -> Iterator[str]:
+    """A name that no other save has; until this is left, nobody removes files of that name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save = secrets.token_hex(8)
+    path = _unfinished(folder, save)
+    path.touch()
+    try:
+        yield save
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _unfinished(folder: Path, save: str) -> Path:
+    return folder / f".{HEADER}-{save}"
 
 
 def write_header(folder: Path, header: dict[str, Any], save: str) -> None:
-    """Replace the header, and remove the files that the one before named."""
-    before = _files_of(folder)
+    """Replace the header, which ends the save, and remove the files that nobody needs any more."""
     text = json.dumps(header | {"checksum": header_checksum(header)}, indent=1)
-    path = folder / f".{HEADER}-{save}"
-    try:
-        with path.open("w") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(path, folder / HEADER)
-    finally:
-        path.unlink(missing_ok=True)
-    for name in before - files_named(header):
-        (folder / name).unlink(missing_ok=True)
+    path = _unfinished(folder, save)
+    with path.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(path, folder / HEADER)
+    _remove_unneeded(folder)
 
 
-def _files_of(folder: Path) -> set[str]:
-    """Files of the save that is there; none where there is none that can be read."""
-    try:
-        return files_named(read_header(folder))
-    except CacheFileError:
-        return set()
+def _remove_unneeded(folder: Path) -> None:
+    """Remove the files that the header does not name, but for those of saves that go on."""
+    found = {path: save for path in folder.iterdir() if (save := _save_of(path.name))}
+    written: dict[str, float] = {}
+    for path, save in found.items():
+        with suppress(FileNotFoundError):
+            written[save] = max(written.get(save, 0.0), path.stat().st_mtime)
+    now = (folder / HEADER).stat().st_mtime  # by the clock that the others are by
+    ongoing = {x for x, last in written.items() if _unfinished(folder, x).exists() and now - last < ABANDONED}
+    # Read last: a save that has ended meanwhile is in the header, or in none any more.
+    needed = files_named(read_header(folder))
+    for path, save in found.items():
+        if save not in ongoing and path.name not in needed:
+            with suppress(OSError):  # the save is whole all the same; `unneeded` lists the file
+                path.unlink()
+
+
+def _save_of(name: str) -> str | None:
+    """The save that a file is of; None if it is of none."""
+    match = FILE_NAME.fullmatch(name) or UNFINISHED.fullmatch(name)
+    return match[1] if match else None
 
 
 def files_named(header: Mapping[str, Any]) -> set[str]:
@@ -212,11 +250,9 @@ class Reader:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.header = read_header(self.folder)
-        self.tensors: dict[str, dict[str, Any]] = self.header["tensors"]
         self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self._opening = Lock()
+        self.header = self._opened()
+        self.tensors: dict[str, dict[str, Any]] = self.header["tensors"]
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tq_cache read")
         self._ahead: dict[str, Future[torch.Tensor]] = {}
 
@@ -252,8 +288,8 @@ class Reader:
         shape, where = list(entry["shape"]), str(self.folder / part["file"])
         if part["heads"] is not None:
             shape[1] = part["heads"][1] - part["heads"][0]
+        file = self._files[part["file"]]
         try:
-            file = self._open(part["file"])
             cut = file.get_slice(name)  # says what is there before anything is read
             expect(list(cut.get_shape()) == shape, f"{name} as {shape}", list(cut.get_shape()), where)
             tensor = file.get_tensor(name)
@@ -264,22 +300,34 @@ class Reader:
         expect(found == part["sha256"], f"{name} with the checksum {part['sha256']}", found, where)
         return tensor
 
+    def _opened(self) -> dict[str, Any]:
+        """The header, whose files are all open: whatever is saved or removed from now on, they can be read."""
+        while True:
+            header = read_header(self.folder)
+            try:
+                self._files = {name: self._open(name) for name in sorted(files_named(header))}
+                return header
+            except CacheFileError:
+                self._stack.close()
+                if read_header(self.folder)["checksum"] == header["checksum"]:
+                    raise  # else another save has replaced this one
+
     def _open(self, name: str) -> Any:
-        with self._opening:
-            if name not in self._files:
-                path = self.folder / name
-                if not path.is_file():
-                    raise CacheFileError(
-                        f"expected {name} in {str(self.folder)!r}, got no such file; copy the whole folder"
-                    )
-                self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            return self._files[name]
+        path = self.folder / name
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last from torch, which opens it, too
+            if not path.is_file():
+                raise CacheFileError(
+                    f"expected {name} in {str(self.folder)!r}, got no such file; copy the whole folder"
+                ) from None
+            raise CacheFileError(f"expected a whole file, got {str(path)!r}: {error}; save again") from None
 
 
 def unneeded(folder: Path, header: Mapping[str, Any]) -> list[str]:
-    """Files of saves that were interrupted, which nobody reads."""
+    """Files that the header does not name: of saves that were interrupted, or still go on."""
     named = files_named(header)
-    return sorted(x.name for x in folder.iterdir() if FILE_NAME.fullmatch(x.name) and x.name not in named)
+    return sorted(x.name for x in folder.iterdir() if _save_of(x.name) and x.name not in named)
 
 
 def total_bytes(folder: Path, names: Iterable[str]) -> int:

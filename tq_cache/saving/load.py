@@ -108,11 +108,19 @@ def _make(make: Callable[..., Any], config: Any, reader: Reader, options: Mappin
         argument, total = "v_scale" if role == "value" else "k_scale", len(reader.header["layers"])
         expect(int(index) < total, f"a layer below {total}", name, str(reader.folder))
         scales.setdefault(argument, [None] * total)[int(index)] = reader.read(f"scales.{name}")
+    expect(not set(saved) & set(options), f"options without {sorted(options)}", sorted(saved), str(reader.folder))
     try:
         saved["layer_presets"] = dict(saved.get("layer_presets") or []) or None
         return make(config, **saved, **scales, **options)
-    except TypeError as error:
-        raise CacheFileError(f"expected options of this version of tq_cache, got {saved}: {error}") from error
+    except Exception:
+        try:
+            make(config, **saved, **scales)
+        except Exception as error:
+            raise CacheFileError(
+                f"expected options that this version of tq_cache takes in {str(reader.folder)!r}, got {saved}: "
+                f"{error}; load it with the version that wrote it ({reader.header['written_by']}), or save it again"
+            ) from error
+        raise  # what the caller asked for
 
 
 def _meet_widths(cache: Any, reader: Reader) -> None:

@@ -1,6 +1,7 @@
 """Writing a cache to a folder, by one process or by those that share its KV heads."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def save(
     heads = _heads(cache)
     shared = {index: own for index, own in heads.items() if own[2] > own[1] - own[0]}
     rank, gather = (rank_and_world()[0], _gather) if shared else (0, _alone)
-    name = gather(new_save())[0]
-    with Writer(folder, name, rank, max_shard_bytes) as writer:
+    with new_save(folder) if rank == 0 else nullcontext() as name, Writer(folder, rank, max_shard_bytes) as writer:
+        writer.save = name = gather(name)[0]
         layers = []
         for index, layer in tracked(enumerate(cache.layers), len(cache.layers), "saving", progress and rank == 0):
             plan = cache.plans[index]

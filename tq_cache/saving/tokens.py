@@ -81,12 +81,12 @@ def _check_tokens(
     entries = {name: reader.tensors[prefix + name] for name in names}
     tails = [entries.get(f"tail.{name}") for name in ("keys", "values")]
     right = all(x is not None and len(x["shape"]) == 4 for x in tails)
-    expect(right and tails[0]["dtype"] == tails[1]["dtype"], "tail.keys and tail.values", sorted(names), where)  # type: ignore[index]
-    dims, dtype = [x["shape"][3] for x in tails], tails[0]["dtype"]  # type: ignore[index]
-    expect(dtype not in ("uint8", "bool", "int64"), "tail.keys in a dtype of models", dtype, where)
+    expect(right, "tail.keys and tail.values", sorted(names), where)
+    dims, dtypes = [x["shape"][3] for x in tails], [x["dtype"] for x in tails]  # type: ignore[index]
+    expect(not {"uint8", "bool", "int64"} & set(dtypes), "tail.keys, tail.values in dtypes of models", dtypes, where)
     wanted: dict[str, tuple[list[int], str]] = {}
     formats: tuple[tuple[Role, Format], ...] = ((preset.roles[0], preset.key), (preset.roles[1], preset.value))
-    for name, dim, (role, fmt) in zip(("key", "value"), dims, formats, strict=True):
+    for name, dim, dtype, (role, fmt) in zip(("key", "value"), dims, dtypes, formats, strict=True):
         wanted[f"tail.{name}s"] = [batch, heads, counts["tail"], dim], dtype
         if counts["sinks"]:
             wanted[f"sinks.{name}s"] = [batch, heads, counts["sinks"], dim], dtype

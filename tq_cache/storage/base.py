@@ -102,9 +102,15 @@ class LayerStorage(ABC):
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise ValueError, changing nothing, unless these tokens, [B, H_kv, T, D] each, can be appended."""
-        newest = self.newest
-        check_states(keys, values, newest)
-        if newest is None and self.packs:
+        if self.newest is None:
+            self.check_new(keys, values)
+        else:
+            check_states(keys, values, self.newest)
+
+    def check_new(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise ValueError unless these tokens, [B, H_kv, T, D] each, can be the first ones."""
+        check_states(keys, values, None)
+        if self.packs:
             check_packable(keys, values, self.preset, self.given_scales)
             self._backend(keys, values)  # raises where the one asked for cannot run
 

@@ -11,8 +11,8 @@ from ..backends.calibration import local_scales
 from ..formats.presets import Preset, Role
 from ..formats.rotation import MAX_HEAD_DIM, MIN_HEAD_DIM, check_head_dim, is_packable
 
-# Shape and dtype, all that is looked at of a tensor here.
-_Described = tuple[torch.Size, torch.dtype]
+# Shape, dtype and device, all that is looked at of a tensor here.
+_Described = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def checked_count(name: str, value: Any, least: int = 0) -> int:
@@ -30,12 +30,22 @@ def checked_count(name: str, value: Any, least: int = 0) -> int:
 
 def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     """Raise ValueError unless keys and values [B, H_kv, T, D] fit each other and those `held`, if there are any."""
-    olds = (None, None) if held is None else ((held[0].shape, held[0].dtype), (held[1].shape, held[1].dtype))
-    _check_shapes((keys.shape, keys.dtype), (values.shape, values.dtype), *olds)
+    olds = (None, None) if held is None else (_described(held[0]), _described(held[1]))
+    _check_described(_described(keys), _described(values), *olds)
+
+
+def alike(new: torch.Tensor, held: torch.Tensor, any_device: bool = False) -> bool:
+    """Whether tokens [B, H_kv, T, D] differ in nothing but their number, so that they can be held together."""
+    same = (new.shape[:2], new.shape[3:], new.dtype) == (held.shape[:2], held.shape[3:], held.dtype)
+    return same and (any_device or new.device == held.device)
+
+
+def _described(x: torch.Tensor) -> _Described:
+    return x.shape, x.dtype, x.device
 
 
 @lru_cache(maxsize=1024)  # every step of every layer asks the same
-def _check_shapes(
+def _check_described(
     keys: _Described, values: _Described, held_keys: _Described | None, held_values: _Described | None
 ) -> None:
     if len(keys[0]) != 4 or len(values[0]) != 4 or keys[0][:3] != values[0][:3]:
@@ -43,10 +53,14 @@ def _check_shapes(
             "expected keys and values [batch, num_kv_heads, tokens, head_dim] that differ at most in head_dim, "
             f"got {list(keys[0])} and {list(values[0])}"
         )
+    if keys[2] != values[2]:
+        raise ValueError(
+            f"expected keys and values on one device, got {keys[2]} and {values[2]}; keep each layer on one device"
+        )
     for held, new, name in ((held_keys, keys, "keys"), (held_values, values, "values")):
         if held is None:
             continue
-        (old_shape, old_dtype), (shape, dtype) = held, new
+        (old_shape, old_dtype, old_device), (shape, dtype, device) = held, new
         if (old_shape[:2], old_shape[3]) != (shape[:2], shape[3]):
             raise ValueError(
                 f"expected {name} of batch {old_shape[0]}, {old_shape[1]} KV heads and head_dim {old_shape[3]}, "
@@ -56,6 +70,11 @@ def _check_shapes(
             raise ValueError(
                 f"expected {name} in {old_dtype}, as this cache holds, got {dtype}; "
                 "run every step in one dtype (autocast on for all, or for none), or reset() the cache"
+            )
+        if old_device != device:
+            raise ValueError(
+                f"expected {name} on {old_device}, where this cache holds its tokens, got {device}; "
+                "move the model back, reset() the cache, or use a new one"
             )
 
 

@@ -6,8 +6,12 @@ alone where queries are about to come.  Until then tokens stay exact, where they
     queries   that attention over the next update, at the latest, is to show (`observe`); else keys are taken alone
     tokens    until there are MIN_CALIBRATION_TOKENS that count of each sequence; at most MAX_WAITING_TOKENS wait
 
-A sequence of which all tokens that are packed are padding, as attention's mask says, stays open: nobody reads them, so
-it is calibrated when it begins.
+Which tokens are padding is what attention says (its mask, or that it has none).  Only while it has said nothing is it
+guessed from values (`not_padding`).
+
+A sequence whose packed tokens are all padding, as attention's mask says, stays open: nothing reads them, so it is
+calibrated when it begins.  A guess keeps no sequence open: if it is wrong, a later calibration would change what the
+packed codes mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -130,7 +134,7 @@ class FirstTokens:
                 begun and count < MIN_CALIBRATION_TOKENS for begun, count in zip(begins.tolist(), real, strict=True)
             ):
                 return None
-        new = calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
+        new = self._measure(keys, values, counts)
         if held is not None:
             _replace_rows(held, new, begins)
         self._calibrated = begins if self._calibrated is None else self._calibrated | begins
@@ -145,16 +149,36 @@ class FirstTokens:
 
     def provisional(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> _Pair:
         """What these tokens say alone, as few as they may be; nothing is settled by it."""
-        counts = self._counts(keys, values, first)
-        return calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
+        return self._measure(keys, values, self._counts(keys, values, first))
+
+    def _measure(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> _Pair:
+        """Calibrate on the tokens that count, bool [B, 1, T, 1].
+
+        Of a sequence that is guessed to be padding and nothing else only the centre is measured, on all its tokens: a
+        wrong guess needs it, a right one loses nothing by it.
+        """
+        new = calibrate_pair(self.preset, keys, values, self.given_scales, counts, self._energy)
+        if not self._queries and self.preset.center:
+            guessed = ~counts.any(dim=2, keepdim=True)
+            if bool(guessed.any()):
+                centers = calibrate_pair(self.preset, keys, values, self.given_scales, counts | guessed)
+                _replace_rows(new, centers, guessed[:, 0, 0, 0], ("center",))
+        return new
 
     def _counts(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> torch.Tensor:
-        """Which of the tokens from `first` on are real, bool [B, 1, T, 1], as far as values and masks tell."""
-        counts = not_padding(keys if self.preset.holds_latents else values)
-        if self._starts is not None:
-            place = torch.arange(first, first + keys.shape[2], device=counts.device)
-            counts[:, 0, :, 0] &= place >= self._starts.to(counts.device)[:, None]
-        return counts
+        """Which of the tokens from `first` on are real, bool [B, 1, T, 1].
+
+        What attention said decides.  Values decide on tokens that it has not seen, of sequences that have not begun.
+        """
+        if self._queries and self._starts is None:  # no mask that pads
+            return torch.ones(keys.shape[0], 1, keys.shape[2], 1, dtype=torch.bool, device=keys.device)
+        guess = not_padding(keys if self.preset.holds_latents else values)
+        if self._starts is None:
+            return guess
+        place = torch.arange(first, first + keys.shape[2], device=guess.device)
+        starts = self._starts.to(guess.device)[:, None]
+        told = (place < self._observed) | (starts < self._observed)
+        return torch.where(told[:, None, :, None], (place >= starts)[:, None, :, None], guess)
 
     def state(self) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
         """All that is known: numbers and tensors by name, of which `squares` alone have KV heads, [B, H_kv, 1, D]."""
@@ -190,10 +214,12 @@ class FirstTokens:
             self._energy = QueryEnergy(*map(function, self._energy))
 
 
-def _replace_rows(held: _Pair, new: _Pair, rows: torch.Tensor) -> None:
+def _replace_rows(
+    held: _Pair, new: _Pair, rows: torch.Tensor, names: tuple[str, ...] = ("center", "smooth", "scale")
+) -> None:
     """Of sequences `rows`, bool [B], in place."""
     for old, fresh in zip(held, new, strict=True):
-        for name in ("center", "smooth", "scale"):
+        for name in names:
             tensor, other = getattr(old, name), getattr(fresh, name)
             if tensor is not None:
                 tensor[rows.to(tensor.device)] = other[rows.to(tensor.device)]

@@ -11,6 +11,7 @@ most 8,192 tokens; the tail is a buffer that is written in place.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ class GrowingStorage(LayerStorage):
         self.tail_values: torch.Tensor | None = None
         self.packed_length = 0
         self.tail_length = 0
+        self._moved: torch.cuda.Event | None = None  # when the copies of `to` are made; None: nobody need wait
         self.first_tokens.clear()
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -80,6 +82,7 @@ class GrowingStorage(LayerStorage):
         """Everything held, as it is now; raises ValueError on an empty storage."""
         if self.tail_keys is None or self.tail_values is None:
             raise ValueError("expected a storage with tokens, got an empty one; append first")
+        self._await_copies(self.tail_keys.device)
         return self._view(self.tail_keys[:, :, : self.tail_length], self.tail_values[:, :, : self.tail_length])
 
     def _view(self, tail_keys: torch.Tensor, tail_values: torch.Tensor) -> KVView:
@@ -104,6 +107,7 @@ class GrowingStorage(LayerStorage):
     # ------------------------------------------------------------------------------------------------- writing
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        self._await_copies(keys.device)
         end = self.tail_length + keys.shape[2]
         if self.tail_keys is not None and end <= self._most_exact:  # most steps: behind the tail, that is all
             self._make_room(end)
@@ -228,6 +232,8 @@ class GrowingStorage(LayerStorage):
         if length == 0:
             self.clear()
             return
+        if self.tail_keys is not None:
+            self._await_copies(self.tail_keys.device)
         removed = self.length - length
         from_tail = min(removed, self.tail_length)
         from_packed = min(removed - from_tail, self.packed_length)
@@ -255,10 +261,42 @@ class GrowingStorage(LayerStorage):
         self.first_tokens.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything; does not wait for the copies."""
+        """Move everything by copies on the current stream, for which the host does not wait.
+
+        Whatever uses the tokens next does, on whatever stream.
+        """
+        device = torch.device(device)
+        if self.tail_keys is None or self.tail_keys.device == device:
+            return
+        on = self.tail_keys.device if device.type == "cpu" else device  # whose stream makes the copies
+        self._await_copies(on)
         self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        if on.type == "cuda":
+            self._moved = torch.cuda.current_stream(on).record_event()
+
+    def _await_copies(self, device: torch.device) -> None:
+        """Before tokens are used on a device, by its current stream: what `to` copies, on any stream, is there."""
+        if self._moved is None:
+            return
+        moved, self._moved = self._moved, None
+        if device.type != "cuda":
+            moved.synchronize()
+            return
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(moved)
+        for tensor in self.tensors():
+            if tensor.is_cuda:
+                tensor.record_stream(stream)  # or its memory might be given away while it is read here
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which no event can be part of."""
+        if self.tail_keys is not None:
+            self._await_copies(self.tail_keys.device)
+        return dict(self.__dict__)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.tail_keys is not None:
+            self._await_copies(self.tail_keys.device)
         with torch.inference_mode(False), torch.no_grad():
             for name in ("sink_keys", "sink_values", "tail_keys", "tail_values"):
                 tensor = getattr(self, name)

@@ -8,9 +8,10 @@ import torch
 from ..backends.calibration import calibrate_pair
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, Role
-from ..formats.states import Calibration, KVView, PackedStates, PreallocatedStates, packed_length_of, tensors
+from ..formats.states import Calibration, KVView, PreallocatedStates, packed_length_of, tensors
 from .base import LayerStorage, round_up
 from .checks import check_room
+from .flat import parts
 
 
 class PreallocatedStorage(LayerStorage):
@@ -60,6 +61,12 @@ class PreallocatedStorage(LayerStorage):
     def newest(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The ring, [B, H_kv, slots, D] each; None before the first token."""
         return None if self.states is None else (self.states.ring_keys, self.states.ring_values)
+
+    def renew(self, keys: torch.Tensor, values: torch.Tensor) -> PreallocatedStates:
+        """Where nothing is held: memory for such tokens, in place of that there is."""
+        self.states = None  # freed before there is more
+        with torch.inference_mode(False), torch.no_grad():
+            return self._allocate(keys, values)
 
     @property
     def waits(self) -> bool:
@@ -267,13 +274,16 @@ class PreallocatedStorage(LayerStorage):
                 f"got {view.packed_length} and {view.sink_length}; leave max_cache_len out, or load all tokens"
             )
         with torch.inference_mode(False), torch.no_grad():
-            keys, values, start = view.tail_keys, view.tail_values, view.packed_length + view.sink_length
+            keys, values, end = view.tail_keys, view.tail_values, view.packed_length
+            start = end + view.sink_length
             states, self._provisional = self._allocate(keys, values), None
             if calibration is not None and (view.packed_length or self.first_tokens.done):
                 _copy((states.key.calibration, states.value.calibration), calibration)
             if view.key is not None and view.value is not None:
-                for held, given in ((states.key, view.key), (states.value, view.value)):
-                    _copy_packed(held, given, view.packed_length)
+                sides = (states.key, states.value), (view.key, view.value)
+                blocks = (parts((key.tokens(0, end), value.tokens(0, end))) for key, value in sides)
+                for place, x in zip(*blocks, strict=True):
+                    place.copy_(x)
             if view.sink_keys is not None and view.sink_values is not None:
                 if view.packed_length and states.sink_keys is not None and states.sink_values is not None:
                     states.sink_keys.copy_(view.sink_keys)
@@ -332,15 +342,6 @@ class PreallocatedStorage(LayerStorage):
     def to(self, device: torch.device | str) -> None:
         """Raises NotImplementedError: the addresses are fixed."""
         raise NotImplementedError("a preallocated cache cannot be moved; leave max_cache_len or offloading out")
-
-
-def _copy_packed(held: PackedStates, given: PackedStates, tokens: int) -> None:
-    """The blocks of so many tokens, in place."""
-    given = given.tokens(0, tokens)
-    own = held.tokens(0, tokens)
-    for place, x in ((own.packed, given.packed), (own.scale, given.scale), (own.zero, given.zero)):
-        if place is not None and x is not None:
-            place.copy_(x)
 
 
 def _copy(held: tuple[Calibration, Calibration], new: tuple[Calibration, Calibration]) -> None:
