@@ -41,7 +41,7 @@ def save_in_turns(caches, path, ends: float) -> None:
 
 
 def test_a_load_gets_one_save_or_the_other_while_others_save(caches, tmp_path):
-    """Before, about a third found a file gone."""
+    """Before, 18 of 580 loads found a file gone."""
     model, held = caches
     save(held[70], tmp_path)
     ends = time.monotonic() + 3
