@@ -13,11 +13,11 @@ from ..backends import choose_backend
 from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
-from .absorbed import absorption, attend_absorbed, expand
+from .absorbed import absorption, attend_absorbed, expand, mask_of_records
 from .caller import borrowed, is_lent
-from .graph_ops import PreallocatedHandle, attend_handle
+from .graph_ops import PreallocatedHandle, attend_handles, mask_of, shown
 from .handles import paired_view, plain
-from .latent import plain_record
+from .latent import Record, plain_record
 from .masks import with_bias
 
 
@@ -27,14 +27,18 @@ def turboquant_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [B, H_q, S, D] over keys and values [B, H_kv, T, D], as tensors or as a cache's handles.
+
+    Packed bits are read if key and value are what one update gave, and nothing was done with either; else attention is
+    over what they show.  Positional arguments come in the order of transformers' sdpa.
 
     attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
     scaling:        factor of the scores, D ** -0.5 by default; softcap: see `Backend.attend`
@@ -58,13 +62,20 @@ def turboquant_attention(
         out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
+        attention_mask = mask_of_records(found.update, attention_mask)
         key, value = expand(found)
-    key, value = outside_graph(borrowed, key, value) if is_lent(key) else (plain_record(key), plain_record(value))
-    mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
+    for record in (key, value):
+        if isinstance(record, Record):
+            attention_mask = mask_of_records(record.update, attention_mask)
+    key, value = plain_record(key), plain_record(value)
+    if is_lent(key) or is_lent(value):
+        key, value = outside_graph(borrowed, key, value)
+    preallocated, mask, key, value = _in_preallocated(query, key, value, attention_mask)
+    mask = mask if indices is None else with_indices(mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
-    if isinstance(key, PreallocatedHandle):
-        return _output(attend_handle(query, key, mask, sink_logits, scaling, softcap))
+    if preallocated:
+        return _output(attend_handles(query, key, value, mask, sink_logits, scaling, softcap))
     options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
     view = paired_view(key, value)
     if view is not None:
@@ -82,6 +93,26 @@ def turboquant_attention(
     return _output(_attend(query, KVView(key, value, backend=backend), options))
 
 
+def _in_preallocated(
+    query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None
+) -> tuple[bool, torch.Tensor | None, Any, Any]:
+    """Whether both are handles of preallocated layers, which `attend_handles` takes; mask, keys and values.
+
+    Otherwise a single handle gives its tensor, with a mask that hides the zeros behind the last token.  So do two where
+    the query's gradient is asked for: the operations on packed bits have no backward pass.
+    """
+    handles = [x for x in (key, value) if isinstance(x, PreallocatedHandle)]
+    if not handles:
+        return False, mask, key, value
+    if len(handles) == 2 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        return True, mask, key, value
+    return (
+        False,
+        mask_of(handles[0], mask),
+        *(shown(x) if isinstance(x, PreallocatedHandle) else x for x in (key, value)),
+    )
+
+
 def _attend_view(
     query: torch.Tensor, view: KVView, options: dict[str, Any], padding: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -94,7 +125,8 @@ def _attend_view(
     if view.observe is not None:
         view.observe(query, padding)
     if view.is_exact:
-        needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
+        of = query, view.tail_keys, view.tail_values
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in of)  # the operations have none
         backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
         if needs_gradient or not backend.takes_exact(query, view):
             return None
