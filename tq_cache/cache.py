@@ -289,8 +289,12 @@ class TurboQuantCache(Saveable, DynamicCache):
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences: integers or bools, as a tensor, a list or a tuple.
 
-        Raises IndexError or TypeError, changing nothing, unless there are such sequences.
+        Raises IndexError or TypeError, changing nothing, unless there are such sequences; NotImplementedError where
+        a layer of transformers' own cannot.
         """
+        for layer in self.layers:
+            if not hasattr(layer, "batch_select_indices"):
+                raise NotImplementedError(f"a {type(layer).__name__} of transformers cannot select sequences")
         super().batch_select_indices(self._checked_sequences(indices))
 
     def _checked_sequences(self, indices: Any) -> Any:

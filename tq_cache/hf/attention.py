@@ -38,7 +38,8 @@ def turboquant_attention(
     """Attention of `query` [B, H_q, S, D] over keys and values [B, H_kv, T, D], as tensors or as a cache's handles.
 
     Packed bits are read if key and value are what one update gave, and nothing was done with either; else attention is
-    over what they show.  Positional arguments come in the order of transformers' sdpa.
+    over what they show.  Tensors that were made of both have zeros behind the last token of a preallocated layer, which
+    a mask must hide, as with transformers' StaticCache.  Positional arguments come in the order of transformers' sdpa.
 
     attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
     scaling:        factor of the scores, D ** -0.5 by default; softcap: see `Backend.attend`
@@ -62,15 +63,8 @@ def turboquant_attention(
         out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
-        attention_mask = mask_of_records(found.update, attention_mask)
-        key, value = expand(found)
-    for record in (key, value):
-        if isinstance(record, Record):
-            attention_mask = mask_of_records(record.update, attention_mask)
-    key, value = plain_record(key), plain_record(value)
-    if is_lent(key) or is_lent(value):
-        key, value = outside_graph(borrowed, key, value)
-    preallocated, mask, key, value = _in_preallocated(query, key, value, attention_mask)
+        attention_mask, (key, value) = mask_of_records(found.update, attention_mask), expand(found)
+    preallocated, mask, key, value = _behind(query, key, value, attention_mask)
     mask = mask if indices is None else with_indices(mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
@@ -93,24 +87,28 @@ def turboquant_attention(
     return _output(_attend(query, KVView(key, value, backend=backend), options))
 
 
-def _in_preallocated(
+def _behind(
     query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None
 ) -> tuple[bool, torch.Tensor | None, Any, Any]:
-    """Whether both are handles of preallocated layers, which `attend_handles` takes; mask, keys and values.
+    """Whether both are handles of preallocated layers, which `attend_handles` takes; the mask; keys and values.
 
-    Otherwise a single handle gives its tensor, with a mask that hides the zeros behind the last token.  So do two where
-    the query's gradient is asked for: the operations on packed bits have no backward pass.
+    Those are tensors in place of records, and handles in place of lent tensors.  A single handle of a preallocated layer
+    gives its tensor, and the mask then hides what is behind the last token.  So do two where gradients are asked for:
+    the operations on packed bits have no backward pass.
     """
+    for record in (key, value):
+        if isinstance(record, Record):
+            mask = mask_of_records(record.update, mask)
+    key, value = plain_record(key), plain_record(value)
+    if is_lent(key) or is_lent(value):
+        key, value = outside_graph(borrowed, key, value)
     handles = [x for x in (key, value) if isinstance(x, PreallocatedHandle)]
     if not handles:
         return False, mask, key, value
     if len(handles) == 2 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return True, mask, key, value
-    return (
-        False,
-        mask_of(handles[0], mask),
-        *(shown(x) if isinstance(x, PreallocatedHandle) else x for x in (key, value)),
-    )
+    key, value = (shown(x) if isinstance(x, PreallocatedHandle) else x for x in (key, value))
+    return False, mask_of(handles[0], mask), key, value
 
 
 def _attend_view(

@@ -45,7 +45,7 @@ class PackedLayer(DynamicLayer):
 
     # keys and values are derived, never held
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         """A copy of all keys, dequantised, [B, H_kv, T, D]; None before the first update."""
         return owned(self.storage.view(), "key") if self.get_seq_length() else None
 
@@ -54,7 +54,7 @@ class PackedLayer(DynamicLayer):
         raise _not_to_be_set("keys")
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         """A copy of all values, dequantised, [B, H_kv, T, D]; None before the first update."""
         return owned(self.storage.view(), "value") if self.get_seq_length() else None
 

@@ -29,16 +29,18 @@ def checked_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def checked_sequences(indices: Any, batch_size: int) -> torch.Tensor:
-    """Indices of sequences, integers (below 0 from the end) or bools, a tensor or a sequence, as int64 [n] from 0 on, on the CPU.
+    """Indices of sequences as int64 [n] from 0 on, on the CPU.  Waits for the device of a tensor.
 
-    Raises TypeError on anything else, IndexError on sequences that there are not.  Waits for the device of a tensor.
+    indices: integers (negative from the end) or one bool per sequence, as a tensor or a sequence
+
+    Raises TypeError on anything else, IndexError on sequences that there are not.
     """
     try:
         given = (indices if isinstance(indices, torch.Tensor) else torch.tensor(list(indices))).cpu()
     except (TypeError, ValueError, RuntimeError):
         given = torch.tensor(0.0)
     given = given.long() if given.numel() == 0 and given.dtype != torch.bool else given  # no indices have no dtype
-    if given.dim() != 1 or given.is_floating_point() or given.is_complex():
+    if given.dim() != 1 or given.dtype not in (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"expected indices of sequences, integers or bools [n], got {indices!r}")
     if given.dtype == torch.bool:
         if len(given) != batch_size:
