@@ -51,15 +51,13 @@ def turboquant_attention(
     NotImplementedError on what it cannot do rather than leave it out.
     """
     _refuse(kwargs, dropout, module)
-    indices, bias, sinks = kwargs.get("indices"), kwargs.get("position_bias"), kwargs.get("sinks")
-    if sinks is not None and s_aux is not None:
-        raise ValueError("expected sinks or s_aux, got both: they mean the same")
+    indices, bias = kwargs.get("indices"), kwargs.get("position_bias")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sink_logits = _sink_logits(sinks, s_aux)
+    sink_logits = _sink_logits(kwargs.get("sinks"), s_aux)
+    options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
     found = absorption(query, key, value)
     if found is not None and bias is None:
-        options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
         out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
@@ -70,12 +68,10 @@ def turboquant_attention(
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
     if preallocated:
         return _output(attend_handles(query, key, value, mask, sink_logits, scaling, softcap))
-    options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
-    view = paired_view(key, value)
-    if view is not None:
-        out = _attend_view(query, view, options, attention_mask)
-        if out is not None:
-            return _output(out)
+    view, options = paired_view(key, value), options | {"mask": mask}
+    out = None if view is None else _attend_view(query, view, options, attention_mask)
+    if out is not None:
+        return _output(out)
     key, value = (plain(key), plain(value)) if view is None else (view.tail_keys, view.tail_values)
     if softcap is None and bias is None and sink_logits is None:
         if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
@@ -92,7 +88,7 @@ def _behind(
 ) -> tuple[bool, torch.Tensor | None, Any, Any]:
     """Whether both are handles of preallocated layers, which `attend_handles` takes; the mask; keys and values.
 
-    Those are tensors in place of records, and handles in place of lent tensors.  A single handle of a preallocated layer
+    Tensors stand in place of records, and handles in place of lent tensors.  A single handle of a preallocated layer
     gives its tensor, and the mask then hides what is behind the last token.  So do two where gradients are asked for:
     the operations on packed bits have no backward pass.
     """
@@ -142,7 +138,9 @@ def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _sink_logits(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
-    """Extra logits as [1 or B, H_q, 1 or S]."""
+    """Extra logits as [1 or B, H_q, 1 or S].  Raises ValueError on both."""
+    if sinks is not None and s_aux is not None:
+        raise ValueError("expected sinks or s_aux, got both: they mean the same")
     if sinks is not None:
         return sinks[..., 0]
     return None if s_aux is None else s_aux[None, :, None]
