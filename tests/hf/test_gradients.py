@@ -7,6 +7,7 @@ from latent_models import latent_model
 from transformers import DynamicCache
 
 from tq_cache import TurboQuantCache
+from tq_cache.formats.states import KVView
 from tq_cache.hf.attention import turboquant_attention
 
 LOST = "within one update of the cache, got one into tokens of an earlier update"
@@ -129,20 +130,35 @@ def test_nothing_is_kept_without_gradients():
     assert step.requires_grad and not any(x.requires_grad for layer in cache.layers for x in layer.storage.tensors())
 
 
-@pytest.mark.parametrize("max_cache_len", [64])
-def test_a_compiled_step_runs_and_passes_its_own(max_cache_len):
-    model = build("llama", "turboquant")
-    expected = gradients(model, run(model, DynamicCache(config=model.config), [20, 1], 1))
-    cache = TurboQuantCache(model.config, residual_length=64, max_cache_len=max_cache_len)
-    torch._dynamo.reset()
-    ids = torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
-    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    positions = torch.full((2, 1), 20)
-    logits = step(input_ids=ids[:, 20:], position_ids=positions, past_key_values=cache).logits
-    assert_close(gradients(model, logits), expected, 1e-4)
-    logits = step(input_ids=ids[:, 20:], position_ids=positions + 1, past_key_values=cache).logits
+def test_a_compiled_step_runs_and_passes_its_own():
+    module, found = torch.nn.Module(), []
+    query, key, value = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 22, 32), torch.randn(1, 2, 22, 32)
+    for cache in (DynamicCache(), TurboQuantCache(build("llama").config, residual_length=64, max_cache_len=64)):
+        cache.update(key[:, :, :20], value[:, :, :20], 0)
+
+        @torch.compile(backend="aot_eager", fullgraph=True, disable=type(cache) is DynamicCache)
+        def step(query, keys, values, mask, cache=cache):
+            return turboquant_attention(module, query, *cache.update(keys, values, 0), mask)[0]
+
+        new = [x[:, :, 20:21].clone().requires_grad_() for x in (key, value)]
+        width = 21 if type(cache) is DynamicCache else 64
+        mask = (torch.arange(width) < 21)[None, None, None]
+        step(query, *new, mask).square().sum().backward()
+        found.append([x.grad for x in new])
+    torch.testing.assert_close(*found)
+    later = step(query, *(x[:, :, 21:].clone().requires_grad_() for x in (key, value)), mask)
     with pytest.raises(RuntimeError, match=LOST):
-        logits.sum().backward()
-    model.zero_grad()
+        later.sum().backward()
+
+
+@pytest.mark.parametrize("of", ["query", "keys", "values", "mask", "sink_logits"])
+def test_kernels_raise_for_each_gradient_they_would_leave_out(of, monkeypatch):
+    triton = pytest.importorskip("tq_cache.backends.triton")
+    monkeypatch.setattr(triton, "decode", lambda query, *_, **__: (torch.zeros_like(query), query[..., 0]))
+    x = {name: torch.randn(1, 2, 1, 32) for name in ("query", "keys", "values")}
+    x |= {"mask": torch.zeros(1, 1, 1, 1), "sink_logits": torch.zeros(1, 2, 1)}
+    x[of].requires_grad_()
+    view = KVView(x["keys"], x["values"])
+    out, _ = triton.attend(x["query"], view, x["mask"], 1.0, sink_logits=x["sink_logits"])
+    with pytest.raises(RuntimeError, match="has no backward pass on this device"):
+        out.sum().backward()
