@@ -34,7 +34,6 @@ class PackedLayer(DynamicLayer):
     """
 
     is_croppable = True
-    gradients_lost_from: int | None = None  # the first token held that came with gradients, which no layer keeps
     absorbs = False  # whether it holds latents, which attention may read as they are
     path = ""  # how attention read latents last: "absorbed", or "expanded: why"; "" before, and of other layers
 
@@ -42,6 +41,8 @@ class PackedLayer(DynamicLayer):
         self.storage = storage
         self.caller = caller
         self.is_initialized = False
+        # The first token held that came with gradients, which no layer keeps.
+        self.gradients_lost_from: int | None = None
 
     # keys and values are derived, never held
     @property
