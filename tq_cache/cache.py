@@ -30,7 +30,7 @@ from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
-from .storage.checks import alike, check_states, checked_count, unpackable_width
+from .storage.checks import alike, check_states, checked_count, checked_sequences, unpackable_width
 from .storage.growing import UNLIMITED, GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
@@ -302,6 +302,24 @@ class TurboQuantCache(Saveable, DynamicCache):
         """Remove the newest tokens, as transformers' `crop` does.  Raises ValueError, changing nothing, beyond them."""
         length_after_crop(tokens_to_remove, self.get_seq_length())
         super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(self._checked_sequences(beam_idx))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences: integers or bools, as a tensor, a list or a tuple.
+
+        Raises IndexError or TypeError, changing nothing, unless there are such sequences; NotImplementedError where
+        a layer of transformers' own cannot.
+        """
+        for layer in self.layers:
+            if not hasattr(layer, "batch_select_indices"):
+                raise NotImplementedError(f"a {type(layer).__name__} of transformers cannot select sequences")
+        super().batch_select_indices(self._checked_sequences(indices))
+
+    def _checked_sequences(self, indices: Any) -> Any:
+        held = next((pair[0] for pair in map(newest_pair, self.layers) if pair is not None), None)
+        return indices if held is None else checked_sequences(indices, held.shape[0])
 
     def reset(self) -> None:
         super().reset()

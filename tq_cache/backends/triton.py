@@ -138,8 +138,8 @@ def attend(
         query_, tail_keys, tail_values = query.detach(), tail_keys.detach(), tail_values.detach()
     with _on(query.device):
         out, lse = run(query_, key, value, tail_keys, tail_values, **arguments)
-    if torch.is_grad_enabled() and query.requires_grad:
-        out = _NoBackward.apply(query, out)
+    if torch.is_grad_enabled():
+        out = _NoBackward.apply(out, query, view.tail_keys, view.tail_values, mask, sink_logits)
     return out, lse
 
 
@@ -181,8 +181,8 @@ def attend_latents(
             )
         parts.append(part)
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
-    if torch.is_grad_enabled() and content.requires_grad:
-        out = _NoBackward.apply(content, out)
+    if torch.is_grad_enabled():
+        out = _NoBackward.apply(out, content, rotary, view.tail_keys, view.tail_values, mask, sink_logits)
     return out, lse
 
 
@@ -283,10 +283,10 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class _NoBackward(torch.autograd.Function):
-    """Ties the output to the query so that a backward pass stops here instead of going on without it."""
+    """Ties the output to what it is of, so that a backward pass stops here instead of going on without it."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, *of: torch.Tensor | None) -> torch.Tensor:
         return out.view_as(out)
 
     @staticmethod

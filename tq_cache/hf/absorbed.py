@@ -8,7 +8,7 @@ from ..backends import choose_backend
 from ..backends.latents import KVProjection, attend_expanded
 from ..backends.masks import with_indices
 from ..parallel import group_of_rows
-from .graph_ops import operation
+from .graph_ops import operation, up_to
 from .latent import Joined, Part, Shared, Update
 
 
@@ -22,7 +22,7 @@ class Absorption(NamedTuple):
 def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
     """What is behind records of keys and values, if they are those of `expand_kv`, untouched; else None.
 
-    Attention asks, so the layer's caller is "turboquant".
+    Attention asks, so the layer's caller is "turboquant".  A record whose tensor was made may have been written to.
     """
     if not (isinstance(key, Joined) and isinstance(value, Part)) or key._made is not None or len(key.slots) != 2:
         return None
@@ -33,9 +33,13 @@ def absorption(query: torch.Tensor, key: Any, value: Any) -> Absorption | None:
     halves = (nope.start, nope.end, value.start, value.end) == (0, middle, middle, value.whole.shape[3])
     if not joined or not halves or shared.update is not key.update or query.shape[1] != key.shape[1]:
         return None
+    rows = value.whole.rows
+    steps = (value, nope, shared, shared.rotary, value.whole, rows, rows.projected, rows.projected.latents)
+    if any(step._made is not None for step in steps):
+        return None
     if not torch.compiler.is_compiling():
         key.update.layer.caller.seen = True
-    weight = value.whole.rows.projected.weight
+    weight = rows.projected.weight
     return Absorption(key.update, KVProjection(weight.view(key.shape[1], -1, weight.shape[1]), middle))
 
 
@@ -53,7 +57,13 @@ def attend_absorbed(
     indices: of sparse attention, see `Backend.attend_latents`; options are those of `Backend.attend`
     """
     update, projection = found
+    with_gradients = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (query, projection.weight)
+    )  # of which the operations have none
     if update.flat is not None:
+        if with_gradients:  # here, too
+            update.layer.path = "expanded: gradients"
+            return None
         return _attend_preallocated(query, found, mask, indices, options)
     view = update.view
     assert view is not None
@@ -63,7 +73,7 @@ def attend_absorbed(
         )
         view.observe(query, mask, projection.content, group)
     few = projection.absorbs(query.shape[2], query.shape[3] - projection.nope)
-    if view.is_exact and torch.is_grad_enabled() and query.requires_grad:  # the operations have no backward pass
+    if view.is_exact and (with_gradients or view.tail_keys.requires_grad or view.tail_values.requires_grad):
         update.layer.path = "expanded: gradients"
         return None
     if few:
@@ -104,3 +114,8 @@ def _attend_preallocated(
 def expand(found: Absorption) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [B, H, T, n + d] and values [B, H, T, v], as the model would have expanded them."""
     return found.projection.expand(found.update.dequantize("key"), found.update.dequantize("rotary"))
+
+
+def mask_of_records(update: Update, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of what an update's records stand for; behind the last token of a preallocated layer there are zeros."""
+    return mask if update.flat is None else up_to(update.flat.num_tokens, update.length, mask)

@@ -13,11 +13,11 @@ from ..backends import choose_backend
 from ..backends.masks import causal, with_indices
 from ..compat import outside_graph
 from ..formats.states import KVView
-from .absorbed import absorption, attend_absorbed, expand
+from .absorbed import absorption, attend_absorbed, expand, mask_of_records
 from .caller import borrowed, is_lent
-from .graph_ops import PreallocatedHandle, attend_handle
+from .graph_ops import PreallocatedHandle, attend_handles, mask_of, shown
 from .handles import paired_view, plain
-from .latent import plain_record
+from .latent import Record, plain_record
 from .masks import with_bias
 
 
@@ -27,14 +27,19 @@ def turboquant_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [B, H_q, S, D] over keys and values [B, H_kv, T, D], as tensors or as a cache's handles.
+
+    Packed bits are read if key and value are what one update gave, and nothing was done with either; else attention is
+    over what they show.  Tensors that were made of both have zeros behind the last token of a preallocated layer, which
+    a mask must hide, as with transformers' StaticCache.  Positional arguments come in the order of transformers' sdpa.
 
     attention_mask: [B, H, S, T], bool (True takes part) or float (added), or None (causal, if the module is)
     scaling:        factor of the scores, D ** -0.5 by default; softcap: see `Backend.attend`
@@ -46,31 +51,27 @@ def turboquant_attention(
     NotImplementedError on what it cannot do rather than leave it out.
     """
     _refuse(kwargs, dropout, module)
-    indices, bias, sinks = kwargs.get("indices"), kwargs.get("position_bias"), kwargs.get("sinks")
-    if sinks is not None and s_aux is not None:
-        raise ValueError("expected sinks or s_aux, got both: they mean the same")
+    indices, bias = kwargs.get("indices"), kwargs.get("position_bias")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sink_logits = _sink_logits(sinks, s_aux)
+    sink_logits = _sink_logits(kwargs.get("sinks"), s_aux)
+    options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
     found = absorption(query, key, value)
     if found is not None and bias is None:
-        options = dict(scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
         out = attend_absorbed(module, query, found, attention_mask, indices, options)
         if out is not None:
             return _output(out)
-        key, value = expand(found)
-    key, value = outside_graph(borrowed, key, value) if is_lent(key) else (plain_record(key), plain_record(value))
-    mask = attention_mask if indices is None else with_indices(attention_mask, indices, key.shape[2])
+        attention_mask, (key, value) = mask_of_records(found.update, attention_mask), expand(found)
+    preallocated, mask, key, value = _behind(query, key, value, attention_mask)
+    mask = mask if indices is None else with_indices(mask, indices, key.shape[2])
     if bias is not None:
         mask = with_bias(mask, bias, query.shape[2], key.shape[2], is_causal)
-    if isinstance(key, PreallocatedHandle):
-        return _output(attend_handle(query, key, mask, sink_logits, scaling, softcap))
-    options = dict(mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, is_causal=is_causal)
-    view = paired_view(key, value)
-    if view is not None:
-        out = _attend_view(query, view, options, attention_mask)
-        if out is not None:
-            return _output(out)
+    if preallocated:
+        return _output(attend_handles(query, key, value, mask, sink_logits, scaling, softcap))
+    view, options = paired_view(key, value), options | {"mask": mask}
+    out = None if view is None else _attend_view(query, view, options, attention_mask)
+    if out is not None:
+        return _output(out)
     key, value = (plain(key), plain(value)) if view is None else (view.tail_keys, view.tail_values)
     if softcap is None and bias is None and sink_logits is None:
         if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:
@@ -80,6 +81,30 @@ def turboquant_attention(
         )
     backend = "auto" if view is None else view.backend  # sdpa knows none of these
     return _output(_attend(query, KVView(key, value, backend=backend), options))
+
+
+def _behind(
+    query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None
+) -> tuple[bool, torch.Tensor | None, Any, Any]:
+    """Whether both are handles of preallocated layers, which `attend_handles` takes; the mask; keys and values.
+
+    Tensors stand in place of records, and handles in place of lent tensors.  A single handle of a preallocated layer
+    gives its tensor, and the mask then hides what is behind the last token.  So do two where gradients are asked for:
+    the operations on packed bits have no backward pass.
+    """
+    for record in (key, value):
+        if isinstance(record, Record):
+            mask = mask_of_records(record.update, mask)
+    key, value = plain_record(key), plain_record(value)
+    if is_lent(key) or is_lent(value):
+        key, value = outside_graph(borrowed, key, value)
+    handles = [x for x in (key, value) if isinstance(x, PreallocatedHandle)]
+    if not handles:
+        return False, mask, key, value
+    if len(handles) == 2 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        return True, mask, key, value
+    key, value = (shown(x) if isinstance(x, PreallocatedHandle) else x for x in (key, value))
+    return False, mask_of(handles[0], mask), key, value
 
 
 def _attend_view(
@@ -94,7 +119,8 @@ def _attend_view(
     if view.observe is not None:
         view.observe(query, padding)
     if view.is_exact:
-        needs_gradient = torch.is_grad_enabled() and query.requires_grad  # the operations have no backward pass
+        of = query, view.tail_keys, view.tail_values
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in of)  # the operations have none
         backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
         if needs_gradient or not backend.takes_exact(query, view):
             return None
@@ -112,7 +138,9 @@ def _output(out: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _sink_logits(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
-    """Extra logits as [1 or B, H_q, 1 or S]."""
+    """Extra logits as [1 or B, H_q, 1 or S].  Raises ValueError on both."""
+    if sinks is not None and s_aux is not None:
+        raise ValueError("expected sinks or s_aux, got both: they mean the same")
     if sinks is not None:
         return sinks[..., 0]
     return None if s_aux is None else s_aux[None, :, None]

@@ -11,7 +11,7 @@ import torch
 
 from ..backends import choose_backend, reference
 from ..formats.presets import Format, Role, get_format
-from ..formats.states import Calibration, PackedStates, PreallocatedStates
+from ..formats.states import Calibration, KVView, PackedStates, PreallocatedStates
 from ..storage.checks import check_states
 from .handles import LazyHandle
 from .handles import materialize as materialize_view
@@ -261,13 +261,22 @@ class PreallocatedHandle(LazyHandle):
         tensors = list(inner.values())
         return PreallocatedHandle(Flat(tensors[:count], tensors[count:-1], tensors[-1], spec), role)
 
-    def dequantize(self) -> torch.Tensor:
-        """The tensor that this handle stands for; zeros behind the last token."""
+    def make(self) -> torch.Tensor:
+        """With zeros behind the last token."""
         flat = self.flat
         return torch.ops.tq_cache.materialize(flat.buffers, flat.calibration, flat.num_tokens, self._role, flat.spec)
 
 
-# torch.compile takes the next two as they are: it could not follow the making of handles, nor what they hold.
+def up_to(num_tokens: torch.Tensor, length: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """A mask, [B, H, S, length or more] or None, that shows no more than the first `num_tokens` (int64 []) tokens."""
+    held = (torch.arange(length, device=num_tokens.device) < num_tokens)[None, None, None]
+    if mask is None:
+        return held
+    mask = mask[..., :length]
+    return mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
+
+
+# torch.compile takes the next four as they are: it could not follow the making of handles, nor what they hold.
 
 
 @torch._dynamo.allow_in_graph
@@ -280,17 +289,50 @@ def handle_pair(
 
 
 @torch._dynamo.allow_in_graph
-def attend_handle(
+def shown(handle: torch.Tensor) -> torch.Tensor:
+    """The tensor that a handle stands for."""
+    assert isinstance(handle, PreallocatedHandle)
+    return handle.dequantize()
+
+
+@torch._dynamo.allow_in_graph
+def mask_of(handle: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of what a handle stands for, which also hides the zeros behind the last token; see `up_to`."""
+    assert isinstance(handle, PreallocatedHandle)
+    return up_to(handle.num_tokens, handle.shape[2], mask)
+
+
+@torch._dynamo.allow_in_graph
+def attend_handles(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention [B, H_q, 1, D_v] of one query per sequence over what the handle of keys belongs to."""
-    assert isinstance(key, PreallocatedHandle)
+    """Attention [B, H_q, 1, D_v] of one query per sequence over two handles.
+
+    From the bits, if they are the pair of one layer and untouched, else over what they show.
+    """
+    assert isinstance(key, PreallocatedHandle) and isinstance(value, PreallocatedHandle)
     flat = key.flat
+    if not _are_untouched_pair(key, value):
+        view = KVView(key.dequantize(), value.dequantize(), backend=_parse(flat.spec).backend)
+        mask = up_to(flat.num_tokens, key.shape[2], mask)
+        backend = choose_backend(view.backend, view.tail_keys, view.tail_values)
+        return backend.attend(query, view, mask, scaling, softcap=softcap, sink_logits=sink_logits)[0]
     return operation("attend", flat.spec)(
         query, flat.buffers, flat.calibration, flat.num_tokens, mask, sink_logits, scaling, softcap, flat.spec
+    )
+
+
+def _are_untouched_pair(key: PreallocatedHandle, value: PreallocatedHandle) -> bool:
+    """Whether these are keys and values of one layer, as it holds them."""
+    return (
+        (key._role, value._role) == ("key", "value")
+        and key.num_tokens is value.num_tokens
+        and key.is_untouched
+        and value.is_untouched
     )

@@ -11,7 +11,8 @@ same code in every such model of transformers.  Its steps are recorded, and no t
     .new_empty                        Joined      [B, H, T, n + d], written in two Slots
 
 Attention finds the latents, the rotary keys and the weight behind them (`absorbed.absorption`).  Whatever else is done
-with a record is done with the tensor that it stands for, which is then made, and said (`Update.expand`).
+with a record is done with the tensor that it stands for, which is then made, and said (`Update.expand`).  It may be
+written to: nothing is recorded of it any more, and attention does not look behind it.
 
 Records are no tensors but plain objects: torch.compile traces them away, and an autograd function that hands on its
 argument (tensor parallelism) hands on the record.
@@ -199,7 +200,7 @@ class Latents(Record):
 
     def _why_not(self, weight: Any, bias: Any) -> str | None:
         """Why this linear map cannot be absorbed, and what to do; None if it can."""
-        if self.role != "key" or self.shape[1] != 1:
+        if self.role != "key" or self.shape[1] != 1 or self._made is not None:
             return OTHER_STEPS
         if bias is not None:
             return "kv_b_proj has a bias"
@@ -217,7 +218,7 @@ class Latents(Record):
     def expand(self, *sizes: Any) -> Any:
         wanted = tuple(sizes[0]) if len(sizes) == 1 else sizes
         batch, _, tokens, dim = self.shape
-        if self.role == "rotary" and len(wanted) == 4 and wanted[1] > 0:
+        if self.role == "rotary" and len(wanted) == 4 and wanted[1] > 0 and self._made is None:
             if all(size in (-1, own) for size, own in zip(wanted[::2] + wanted[3:], (batch, tokens, dim), strict=True)):
                 return Shared(self, wanted[1])
         return self.tensor().expand(*sizes)
@@ -237,7 +238,7 @@ class Projected(Record):
         wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
         batch, _, tokens, rows = self.shape
         if len(wanted) == 4 and wanted[:2] == (batch, tokens) and wanted[3] > 0 and rows % wanted[3] == 0:
-            if wanted[2] in (-1, rows // wanted[3]):
+            if wanted[2] in (-1, rows // wanted[3]) and self._made is None:
                 return PerToken(self, wanted[3])
         return self.tensor().view(*sizes)
 
@@ -254,7 +255,8 @@ class PerToken(Record):
         return self.projected.tensor().view(self.shape)
 
     def transpose(self, first: int, second: int) -> Any:
-        return PerHead(self) if (first, second) == (1, 2) else self.tensor().transpose(first, second)
+        recorded = (first, second) == (1, 2) and self._made is None
+        return PerHead(self) if recorded else self.tensor().transpose(first, second)
 
 
 class PerHead(Record):
@@ -269,9 +271,9 @@ class PerHead(Record):
         return self.rows.tensor().transpose(1, 2)
 
     def split(self, sizes: Any, dim: int = 0) -> Any:
-        width = self.shape[3]
-        if dim in (-1, 3) and isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sum(sizes) == width:
-            return Part(self, 0, sizes[0]), Part(self, sizes[0], width)
+        in_two = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sum(sizes) == self.shape[3]
+        if dim in (-1, 3) and in_two and self._made is None:
+            return Part(self, 0, sizes[0]), Part(self, sizes[0], self.shape[3])
         return torch.split(self.tensor(), sizes, dim)
 
     def new_empty(self, *size: Any, **kwargs: Any) -> Any:

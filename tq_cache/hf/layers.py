@@ -1,5 +1,6 @@
 """transformers' layer contract over a `LayerStorage`.  No maths here."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,12 @@ from ..compat import length_after_crop, outside_graph
 from ..formats.states import KVView
 from ..planning.layers import INDEXED
 from ..storage.base import LayerStorage
+from ..storage.checks import checked_sequences
 from ..storage.preallocated import PreallocatedStorage
 from . import graph_ops
-from .caller import Caller, lend
-from .handles import KVHandle, materialize
+from .caller import Caller, counting_writes, lend
+from .gradients import with_gradients, with_newest
+from .handles import KVHandle, materialize, owned
 from .latent import Update
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,17 +43,27 @@ class PackedLayer(DynamicLayer):
         self.storage = storage
         self.caller = caller
         self.is_initialized = False
+        # The first token held that came with gradients, which no layer keeps.
+        self.gradients_lost_from: int | None = None
 
     # keys and values are derived, never held
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """All keys, dequantised, [B, H_kv, T, D]; None before the first update."""
-        return materialize(self.storage.view(), "key") if self.get_seq_length() else None
+    def keys(self) -> torch.Tensor | None:
+        """A copy of all keys, dequantised, [B, H_kv, T, D]; None before the first update."""
+        return owned(self.storage.view(), "key") if self.get_seq_length() else None
+
+    @keys.setter
+    def keys(self, _: Any) -> None:
+        raise _not_to_be_set("keys")
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """All values, dequantised, [B, H_kv, T, D]; None before the first update."""
-        return materialize(self.storage.view(), "value") if self.get_seq_length() else None
+    def values(self) -> torch.Tensor | None:
+        """A copy of all values, dequantised, [B, H_kv, T, D]; None before the first update."""
+        return owned(self.storage.view(), "value") if self.get_seq_length() else None
+
+    @values.setter
+    def values(self, _: Any) -> None:
+        raise _not_to_be_set("values")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -75,14 +88,34 @@ class PackedLayer(DynamicLayer):
         view = self.storage.append(key_states, value_states, queries_follow=bool(reads_bits))
         if not reads_bits and self.storage.packs and view.length == key_states.shape[2]:
             view = replace(view, observe=partial(self._begin_again, view))
+        if torch.is_grad_enabled():
+            reads_bits = reads_bits and not self._takes_gradients(key_states, value_states)
+            lost = self._lose_gradients(key_states, value_states, view.length - key_states.shape[2])
+            view = with_gradients(view, key_states, value_states, lost)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if hands_out_records:
             return Update(self, (key_states, value_states), view.length, view=view).records()
         if reads_bits:
             return KVHandle(view, "key", self.caller), KVHandle(view, "value", self.caller)
-        keys, values = materialize(view, "key"), materialize(view, "value")
+        with counting_writes():
+            keys, values = materialize(view, "key"), materialize(view, "value")
         return lend(KVHandle(view, "key"), keys, self.caller), lend(KVHandle(view, "value"), values, self.caller)
+
+    def _takes_gradients(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether gradients of these new tokens, or of those held, may be asked for.
+
+        Handles cannot carry them: tensors are lent in their place.
+        """
+        asked_for = keys.requires_grad or values.requires_grad or self.gradients_lost_from is not None
+        return torch.is_grad_enabled() and asked_for
+
+    def _lose_gradients(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> bool:
+        """Whether gradients of tokens held are lost; from now on those of the new ones, from `start` on, are."""
+        lost = self.gradients_lost_from is not None
+        if not lost and self._takes_gradients(keys, values):
+            self.gradients_lost_from = start
+        return lost
 
     def _begin_again(self, view: KVView, query: torch.Tensor | None, *shown: Any) -> None:
         """The first tokens were packed by keys alone, and their queries come all the same: pack them by these."""
@@ -102,19 +135,24 @@ class PackedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if self.storage.length:  # a layer that shares another's keys holds an indexer's alone (Mistral Large 4)
             self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
+            if self.gradients_lost_from is not None and self.storage.length <= self.gradients_lost_from:
+                self.gradients_lost_from = None
 
     def reset(self) -> None:
         self.storage.clear()
+        self.gradients_lost_from = None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.storage.select(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.storage.repeat(repeats)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.storage.select(indices)
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences: integers or bools, as a tensor, a list or a tuple."""
+        if self.storage.batch_size is not None:
+            self.storage.select(checked_sequences(indices, self.storage.batch_size))
 
     def offload(self) -> None:
         if not self.storage.waits:  # for the queries, on whose device it then packs
@@ -155,14 +193,21 @@ class PreallocatedLayer(PackedLayer):
         graph_ops.operation("update", spec)(key_states, value_states, buffers, calibration, num_tokens, spec)
         compiling = torch.compiler.is_compiling()
         reads_bits = self.caller.reads_bits
-        if self.absorbs and reads_bits is not False:
+        takes_gradients = self._takes_gradients(key_states, value_states)
+        if self.absorbs and takes_gradients:
+            self.path = "expanded: gradients"
+        elif self.absorbs and reads_bits is not False:
             return Update(self, (key_states, value_states), self.max_cache_len, flat=self.flat).records()
-        if reads_bits:
+        elif reads_bits and not takes_gradients:
             return graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
-        keys, values = (
-            torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "key", spec),
-            torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "value", spec),
-        )
+        with nullcontext() if compiling else counting_writes():
+            keys, values = (
+                torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "key", spec),
+                torch.ops.tq_cache.materialize(buffers, calibration, num_tokens, "value", spec),
+            )
+        if takes_gradients:
+            lost = self._lose_gradients(key_states, value_states, 0)  # or later: nothing is ever cropped here
+            keys, values = with_newest((keys, values), (key_states, value_states), num_tokens, lost)
         if compiling or self.absorbs:
             return keys, values
         handles = graph_ops.handle_pair(buffers, calibration, num_tokens, spec)
@@ -257,6 +302,13 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
 
     is_compileable = True
     is_croppable = False
+
+
+def _not_to_be_set(name: str) -> AttributeError:
+    return AttributeError(
+        f"expected no assignment to the {name} of a packed layer, which are derived from its bits; change keys and "
+        "values before update(), remove tokens by crop() and sequences by batch_select_indices(), or use a DynamicCache"
+    )
 
 
 def newest_pair(layer: Any) -> Pair | None:

@@ -28,6 +28,32 @@ def checked_count(name: str, value: Any, least: int = 0) -> int:
     return count
 
 
+def checked_sequences(indices: Any, batch_size: int) -> torch.Tensor:
+    """Indices of sequences as int64 [n] from 0 on, on the CPU.  Waits for the device of a tensor.
+
+    indices: integers (negative from the end) or one bool per sequence, as a tensor or a sequence
+
+    Raises TypeError on anything else, IndexError on sequences that there are not.
+    """
+    try:
+        given = (indices if isinstance(indices, torch.Tensor) else torch.tensor(list(indices))).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        given = torch.tensor(0.0)
+    given = given.long() if given.numel() == 0 and given.dtype != torch.bool else given  # no indices have no dtype
+    if given.dim() != 1 or given.dtype not in (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"expected indices of sequences, integers or bools [n], got {indices!r}")
+    if given.dtype == torch.bool:
+        if len(given) != batch_size:
+            raise IndexError(f"expected one bool for each of {batch_size} sequences, got {len(given)}")
+        return given.nonzero()[:, 0]
+    if ((given < -batch_size) | (given >= batch_size)).any():
+        raise IndexError(
+            f"expected indices of the {batch_size} sequences held, {-batch_size} to {batch_size - 1}, got "
+            f"{given.tolist()}"
+        )
+    return given.long() % batch_size
+
+
 def check_states(keys: torch.Tensor, values: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     """Raise ValueError unless keys and values [B, H_kv, T, D] fit each other and those `held`, if there are any."""
     olds = (None, None) if held is None else (_described(held[0]), _described(held[1]))

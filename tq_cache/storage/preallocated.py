@@ -17,9 +17,8 @@ from .flat import parts
 class PreallocatedStorage(LayerStorage):
     """See `LayerStorage`; room for `max_length` tokens.
 
-    With a residual_length of max_length nothing is ever packed.  Chunks of any length are added by `append`, which
-    waits for the device; single tokens by the backend's `update_preallocated` on `states`, which does not, after
-    `admit`.
+    With a residual_length of max_length nothing is ever packed.  `append` adds chunks of any length and waits for the
+    device; after `admit`, the backend's `update_preallocated` on `states` adds single tokens and does not.
 
     Nothing waits for its calibration, since the next step may be in a graph: what must be packed is packed by a
     provisional one, and again from the same tokens once attention shows its queries.  Calibrations are written in
