@@ -19,6 +19,7 @@ from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, newest_keys, packed_layer
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
+from .planning.preallocation import why_not_preallocated
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
 from .storage.base import LayerStorage, round_up
@@ -110,6 +111,10 @@ class TurboQuantCache(Saveable, DynamicCache):
             max_cache_len = checked_count("max_cache_len", max_cache_len, least=1)
         if max_cache_len is not None and offloading:
             raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
+        if max_cache_len is not None and (reason := why_not_preallocated(config)):
+            raise NotImplementedError(
+                f"expected a model that can read preallocated memory, got {reason}; leave max_cache_len out"
+            )
         self._turns = self._make_turns(offloading)
         check_backend(backend)
         self.model_config, self.config = config, decoder_config(config)  # all of a composite model's, and its text's

@@ -20,6 +20,7 @@ from .cache import TurboQuantCache
 from .compat import decoder_config
 from .formats.packing import BLOCK_TOKENS
 from .hf.switch import AttentionBefore, set_attention
+from .planning.preallocation import why_not_preallocated
 from .storage.checks import checked_count
 
 HOOK = "_prepare_cache_for_generation"
@@ -167,6 +168,7 @@ class CacheMaker:
             generation_mode in COMPILED_MODES
             and module._can_compile_fullgraph
             and not module.config.is_encoder_decoder
+            and not why_not_preallocated(module.config)
             # What is returned may be continued, as far as nobody said how far.
             and not (generation_config.return_dict_in_generate and self.least_room is None)
             and not generation_config.is_assistant
