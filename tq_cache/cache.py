@@ -17,19 +17,21 @@ from .compat import RESET_KEEPS_LENGTH, decoder_config, exporting, layer_kinds, 
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
 from .hf.layers import PackedLayer, PreallocatedLayer, newest_keys, packed_layer
+from .hf.room import WithRoom
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .planning.preallocation import why_not_preallocated
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
-from .storage.base import LayerStorage, round_up
+from .storage.base import LayerStorage
 from .storage.checks import checked_count, unpackable_width
-from .storage.growing import UNLIMITED, GrowingStorage
+from .storage.growing import GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
+from .storage.room import Room
 
 
-class TurboQuantCache(Saveable, DynamicCache):
+class TurboQuantCache(WithRoom, Saveable, DynamicCache):
     """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
 
     With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
@@ -133,6 +135,7 @@ class TurboQuantCache(Saveable, DynamicCache):
         self._warns = True  # of layers that are not packed: once
         self._warn_of_unpacked_layers()
         self._max_cache_len, self._backend = max_cache_len, backend
+        self._room = None if max_cache_len is None else Room(max_cache_len, max_cache_len)
         layers = own_layers(self.config, max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
@@ -161,16 +164,16 @@ class TurboQuantCache(Saveable, DynamicCache):
         return kv_heads(self.config)
 
     def _make_storage(self, plan: LayerPlan) -> LayerStorage:
-        """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
+        """The storage of a layer."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         check_scales(given, self._kv_heads[plan.index] if given else 0)
-        length = self._max_cache_len
-        newest, sinks = self.options["residual_length"], self.options["sink_tokens"]
+        length = None if self._room is None else self._room.tokens
+        newest, sinks = self._newest(plan), self.options["sink_tokens"]
         preset, backend = plan.preset, self._backend
         if preset is None:
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
             backend = backend if plan.packable else "reference"  # nor do kernels take such widths
-            newest, sinks = UNLIMITED if length is None else round_up(length), 0
+            sinks = 0
         else:
             backend = backend_for(preset, backend)
         if length is not None:
@@ -232,6 +235,7 @@ class TurboQuantCache(Saveable, DynamicCache):
                 f"{key_states.device}; leave offloading out"
             )
         self._place_loaded(layer_idx, key_states)
+        self._make_room(layer_idx, key_states.shape[-2], announced=False)
         held = newest_keys(self.layers[layer_idx])
         if held is not None and held.shape[0] != key_states.shape[0]:
             raise ValueError(
@@ -277,6 +281,7 @@ class TurboQuantCache(Saveable, DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
         layer_idx = self._one_that_is_here(layer_idx, of_its_kind=True)
+        self._make_room(layer_idx, query_length, announced=True)
         if query_length == 1 and self._max_cache_len is not None:
             for layer in self.layers:
                 if isinstance(layer, PreallocatedLayer):
@@ -314,7 +319,8 @@ class TurboQuantCache(Saveable, DynamicCache):
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
         slots = self._turns.nbytes if self._turns else 0
-        return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots)
+        room = "" if self._room is None else str(self._room)
+        return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots, room)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         for config in (self.model_config, self.config):  # the model's own, whose attention function may change later

@@ -177,6 +177,10 @@ class PreallocatedLayer(PackedLayer):
 
     def place(self, key_states: torch.Tensor) -> None:
         super().place(key_states)
+        self.flatten()
+
+    def flatten(self) -> None:
+        """Take the storage's memory, which is another one since tokens were moved."""
         if self.storage.states is not None:
             self.flat = graph_ops.flatten(self.storage.states)
 
