@@ -159,7 +159,10 @@ def main(model_types: list[str]) -> None:
                         outcome = f"FAIL {type(error).__name__}: {' '.join(str(error).split())[:160]}"
                     counts[way, outcome] += 1
                     if outcome != "equal":
-                        print(f"{model_type:24} {way:8} {'packed' if packed else 'exact':6} {padded=!s:5} {outcome}", flush=True)
+                        print(
+                            f"{model_type:24} {way:8} {'packed' if packed else 'exact':6} {padded=!s:5} {outcome}",
+                            flush=True,
+                        )
     for (way, outcome), count in sorted(counts.items()):
         print(f"{way:8} {count:4} {outcome}")
     print(f"{time.perf_counter() - start:.0f} s")

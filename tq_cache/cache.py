@@ -68,7 +68,8 @@ class TurboQuantCache(WithRoom, Saveable, DynamicCache):
                      take none
     v_scale:         likewise, of float8 values; for layers that cache latents none, or k_scale
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
-                     CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
+                     CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError.
+                     Models whose masks or biases count the tokens held cannot read such memory: NotImplementedError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
     offloading:      keep tokens in host memory between their layer's turns (needs a CUDA device).  "packed": all that
                      are packed; one layer's are copied to the device while another computes.  A budget of bytes, a
@@ -109,14 +110,8 @@ class TurboQuantCache(WithRoom, Saveable, DynamicCache):
         residual_length = checked_count("residual_length", residual_length)
         sink_tokens = checked_count("sink_tokens", sink_tokens)
         boundary_layers = checked_count("boundary_layers", boundary_layers)
-        if max_cache_len is not None:
-            max_cache_len = checked_count("max_cache_len", max_cache_len, least=1)
-        if max_cache_len is not None and offloading:
-            raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
-        if max_cache_len is not None and (reason := why_not_preallocated(config)):
-            raise NotImplementedError(
-                f"expected a model that can read preallocated memory, got {reason}; leave max_cache_len out"
-            )
+        self._max_cache_len = _checked_max_cache_len(config, max_cache_len, offloading)
+        self._room = None if self._max_cache_len is None else Room(self._max_cache_len, self._max_cache_len)
         self._turns = self._make_turns(offloading)
         check_backend(backend)
         self.model_config, self.config = config, decoder_config(config)  # all of a composite model's, and its text's
@@ -134,9 +129,8 @@ class TurboQuantCache(WithRoom, Saveable, DynamicCache):
         self._check_value_format(value)
         self._warns = True  # of layers that are not packed: once
         self._warn_of_unpacked_layers()
-        self._max_cache_len, self._backend = max_cache_len, backend
-        self._room = None if max_cache_len is None else Room(max_cache_len, max_cache_len)
-        layers = own_layers(self.config, max_cache_len)
+        self._backend = backend
+        layers = own_layers(self.config, self._max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
         self.caller = Caller(self.config)
@@ -330,3 +324,19 @@ class TurboQuantCache(WithRoom, Saveable, DynamicCache):
         with torch.inference_mode(False), torch.no_grad():  # so that the copy can be written wherever this one can
             twin.__dict__.update({name: copy.deepcopy(part, memo) for name, part in self.__dict__.items()})
         return twin
+
+
+def _checked_max_cache_len(
+    config: PreTrainedConfig, max_cache_len: int | None, offloading: bool | str | int
+) -> int | None:
+    """Raise unless that many tokens can be preallocated for the model of this config."""
+    if max_cache_len is None:
+        return None
+    max_cache_len = checked_count("max_cache_len", max_cache_len, least=1)
+    if offloading:
+        raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
+    if reason := why_not_preallocated(config):
+        raise NotImplementedError(
+            f"expected a model that can read preallocated memory, got {reason}; leave max_cache_len out"
+        )
+    return max_cache_len

@@ -247,8 +247,11 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
     twice, the newest counts.
 
     Greedy search and sampling on one GPU, by a model that transformers compiles in one graph, run compiled steps on
-    preallocated memory, kept for the next call of the same batch size that fits.  All else (beams, assisted decoding,
-    chunked prefill, `disable_compile=True`, encoder-decoders, linear or sparse attention, several devices, a
+    preallocated memory, kept for the next call of the same batch size that fits, unless anybody still has the last
+    call's cache or a part of it.  Where a call may ask for more tokens than the model has positions, or than fit into
+    half of the free memory, room for these is reserved, and doubled when the sequence gets there (`cache.report()`
+    says so); each doubling is one more compilation.  All else (beams, assisted decoding,
+    chunked prefill, `disable_compile=True`, encoder-decoders, linear or sparse attention, ALiBi, several devices, a
     residual_length that is no multiple of 64, or a cache that is returned (`return_dict_in_generate`) where no
     max_cache_len is given) runs on a cache that grows.
 

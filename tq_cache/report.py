@@ -45,7 +45,7 @@ class CacheReport:
     slot_nbytes: bytes of the device memory to which offloaded layers are copied
     peaks:       the most bytes that PyTorch has held on each CUDA device of the cache's layers since this process began
                  (or since `torch.cuda.reset_peak_memory_stats`): weights, activations and all else with the cache
-    room:        of a preallocated cache, the tokens per sequence that there is memory for, of how many, and why; else ""
+    room:        of a preallocated cache, tokens per sequence that there is memory for, of how many, and why; else ""
     """
 
     preset: str

@@ -9,26 +9,18 @@ import warnings
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
+from architectures import ARCHITECTURES, OVERRIDES, UNBUILDABLE, build, prompt
 from latent_models import EXPANDING_MODELS, latent_model
 from multimodal import MODELS, TABLE, row
+from preallocated_sweep import WAYS, attention_for
 from transformers import DynamicCache
 
 from tq_cache import TurboQuantCache
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.layers import PACKABLE
 
-# These look their attention up in a dict of their own, which knows no registered name: the cache dequantises for them.
-OWN_ATTENTION_ONLY = {"falcon", "git", "gpt_neo", "gptj"}
-# Their own sparse attention, whose arguments "turboquant" refuses, is part of the sdpa path.
-SPARSE_BY_BLOCKS = {"minimax_m3_vl_text"}
 NEW_TOKENS = 12
 PACKED_PROMPT = 140  # two blocks behind the sink tokens
-
-
-def attention_for(model_type: str) -> str | None:
-    """The attention to load a model with: "turboquant", or its default (None) where that is not possible."""
-    return None if model_type in OWN_ATTENTION_ONLY | SPARSE_BY_BLOCKS else "turboquant"
 
 
 def logits_and_tokens(model, cache, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +74,29 @@ def run_one(model_type: str) -> tuple[int, int, str]:
 def test_architecture(model_type):
     *_, path = run_one(model_type)
     assert path == "absorbed latents" or "latents" not in path
+
+
+DEFAULT = ("llama", "gemma3_text", "deepseek_v3", "gpt_neo")  # full, sliding, latents, one that is refused or grows
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", [
+    name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
+])  # fmt: skip
+def test_architecture_on_preallocated_memory(model_type, way):
+    """Right, or refused with a reason; left-padded and not, with packed tokens and without."""
+    for packed in (False, True):
+        for padded in (False, True):
+            assert WAYS[way](model_type, packed, padded).startswith(("equal", "refused: "))
+
+
+@pytest.mark.parametrize("alibi", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_falcon_with_alibi_grows_and_without_is_compiled(monkeypatch, alibi):
+    monkeypatch.setitem(OVERRIDES, "falcon", {"alibi": alibi})
+    for padded in (False, True):
+        assert WAYS["enable"]("falcon", False, padded) == ("equal, grows" if alibi else "equal, compiled")
+        outcome = WAYS["forward"]("falcon", False, padded)
+        assert outcome.startswith("refused: falcon with alibi" if alibi else "equal")
 
 
 def test_at_least_a_hundred():

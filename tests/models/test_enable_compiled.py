@@ -41,7 +41,7 @@ def spy(model) -> list:
 
     def after(module, args, kwargs, out):
         cache = kwargs["past_key_values"]
-        if not torch.compiler.is_compiling() and (not seen or kwargs["input_ids"].shape[1] > 2):
+        if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == kwargs["input_ids"].shape[1]:  # new
             layer = cache.layers[-1]
             preallocated = isinstance(layer, PreallocatedLayer)
             seen.append((weakref.ref(cache), layer.storage.states.ring_keys.data_ptr() if preallocated else None))
@@ -83,7 +83,7 @@ def test_who_gets_what_memory(model):
     def layers(sequences: int, most: int):  # a layer of a cache that nobody keeps
         return weakref.ref(lend(sequences, most).layers[0])
 
-    model.config.max_position_embeddings = None  # which would cap the room
+    model.config.max_position_embeddings = 4096
     first = lend(2, 500)
     assert first.layers[0].max_cache_len == 1024
     second = layers(2, 500)
@@ -178,18 +178,17 @@ def test_what_outlives_a_call_is_not_overwritten(part):
             model(prompt(model, 1, seed=seed)["input_ids"], past_key_values=cache)
         return cache
 
-    def address(cache: TurboQuantCache) -> int:
-        return cache.layers[1].storage.states.ring_keys.data_ptr()
+    def address(seed: int) -> int:
+        return call(seed).layers[1].storage.states.ring_keys.data_ptr()
 
-    assert address(call(0)) == address(call(1))  # nobody holds anything
+    assert address(0) == address(1)  # nobody holds anything
     held = HELD[part](call(0))
     before = copy.deepcopy(held)
     call(1)
     layer = lambda x: x.layers[1] if hasattr(x, "layers") else x[1] if isinstance(x, list) else x  # noqa: E731
     tensor = lambda x: x if isinstance(x, torch.Tensor) else layer(x).keys  # noqa: E731
     assert torch.equal(tensor(held), tensor(before))
-    if part != "copy of a layer":
-        assert address(call(0)) == address(call(1))
+    assert address(0) == address(1)
 
 
 @pytest.mark.parametrize("name", ["llama", *[
@@ -200,7 +199,7 @@ def test_no_limit_reserves_what_the_model_has_positions_for_and_grows(model, nam
     model.config.max_position_embeddings = 64
     for module in (generation, room):
         monkeypatch.setattr(module, "LEAST_ROOM", 64)
-    inputs = prompt(model, 140)
+    inputs = prompt(model, 140, seed=140)
     by_hand = TurboQuantCache(model.config, max_cache_len=512, **OPTIONS)
     expected = model.generate(**inputs, **FIXED | dict(max_new_tokens=60), past_key_values=by_hand)
     enabled = tq_cache.enable(model, **OPTIONS)

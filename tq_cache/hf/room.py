@@ -22,7 +22,11 @@ class WithRoom:
     plans: list[LayerPlan]
     layers: list[Any]
     options: dict[str, Any]
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the cache."""
+        raise NotImplementedError
 
     def reserve(self, room: Room) -> None:
         """Change the memory of preallocated layers to this room, which must hold their tokens; bits are copied."""

@@ -131,7 +131,7 @@ def token_bytes_of(geometry: ModelGeometry, plans: Sequence[LayerPlan], itemsize
     for layer, plan in zip(geometry.layers, plans, strict=True):
         if plan.kind in PACKABLE:
             width = layer.key_dim + layer.value_dim
-            packed = plan.preset and plan.preset.token_bytes(layer.key_dim, layer.value_dim)
+            packed = None if plan.preset is None else plan.preset.token_bytes(layer.key_dim, layer.value_dim)
             total += layer.num_kv_heads * (width * itemsize if packed is None else packed)
     return max(total, 1)
 
