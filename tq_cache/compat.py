@@ -15,6 +15,9 @@ CROP_TAKES_LENGTH = _BEFORE_5_18
 # Up to 5.17 `reset` of a growing layer makes its tensors zeros and keeps its length; 5.23 drops them.
 RESET_KEEPS_LENGTH = _BEFORE_5_18
 
+# Up to 5.17 generate() fails to make the masks of chunked attention before a step, which static caches need.
+CHUNKED_MASKS_FAIL = _BEFORE_5_18
+
 # Dynamo of torch 2.11 takes `is_exporting` for true in torch.compile, too.
 COMPILING_LOOKS_LIKE_EXPORT = Version(torch.__version__) < Version("2.13")
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, OVERRIDES, UNBUILDABLE, build, prompt
+from architectures import ARCHITECTURES, OVERRIDES, UNBUILDABLE, build, config_for, prompt
 from latent_models import EXPANDING_MODELS, latent_model
 from multimodal import MODELS, TABLE, row
 from preallocated_sweep import WAYS, attention_for
@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from tq_cache import TurboQuantCache
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.layers import PACKABLE
+from tq_cache.planning.preallocation import why_not_preallocated
 
 NEW_TOKENS = 12
 PACKED_PROMPT = 140  # two blocks behind the sink tokens
@@ -132,6 +133,20 @@ def latent_row(model_type: str) -> str:
     return f"| {model_type} | {', '.join(sizes)} | {' | '.join(paths)} |"
 
 
+GROWING = """## Not in preallocated memory
+
+After `enable` these grow, and they refuse a `max_cache_len`; `python tests/preallocated_sweep.py` runs all architectures.
+
+| model type | reason |
+|---|---|"""
+
+
+def growing_rows() -> list[str]:
+    """A line for each architecture that cannot read preallocated memory; Falcon only with alibi."""
+    reasons = {name: why_not_preallocated(config_for(name)) for name in ARCHITECTURES}
+    return [f"| {name} | {reason} |" for name, reason in reasons.items() if reason]
+
+
 def main() -> None:
     """Print the table, in Markdown."""
     torch.set_num_threads(1)
@@ -154,6 +169,8 @@ def main() -> None:
     print("\n".join(map(row, MODELS)))
     print(f"\n{LATENTS}")
     print("\n".join(map(latent_row, EXPANDING_MODELS)))
+    print(f"\n{GROWING}")
+    print("\n".join(growing_rows()))
     print("\n## Not tested\n\n| model type | reason |\n|---|---|")
     print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
 

@@ -9,7 +9,7 @@ model class says so (`_can_compile_fullgraph` also rejects models that are right
 
 from typing import Any
 
-from ..compat import decoder_config, layer_kinds
+from ..compat import CHUNKED_MASKS_FAIL, decoder_config, layer_kinds
 from .layers import BLOCK_SPARSE, INDEXED
 
 _BIAS = "whose position biases are made for the tokens held, not for the room"
@@ -39,4 +39,6 @@ def why_not_preallocated(config: Any) -> str:
     kinds = layer_kinds(decoder)
     if sparse := [kind for kind in kinds if kind in (*INDEXED, *BLOCK_SPARSE) or "compressed" in kind]:
         return f"layers of kind {sparse[0]}, whose sparse attention counts the tokens held"
+    if CHUNKED_MASKS_FAIL and "chunked_attention" in kinds:
+        return "chunked attention, whose masks transformers before 5.18 cannot make for it"
     return ""
