@@ -80,9 +80,12 @@ def test_architecture(model_type):
 DEFAULT = ("llama", "gemma3_text", "deepseek_v3", "gpt_neo")  # full, sliding, latents, one that is refused or grows
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", [
-    name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
+CASES = [(name, way) for name in ARCHITECTURES for way in WAYS]
+QUICK = [case for case in CASES if case[0] in DEFAULT and (case[1] != "enable" or case[0] == "gpt_neo")]
+
+
+@pytest.mark.parametrize(("model_type", "way"), [
+    case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES
 ])  # fmt: skip
 def test_architecture_on_preallocated_memory(model_type, way):
     """Right, or refused with a reason; left-padded and not, with packed tokens and without."""
@@ -135,7 +138,7 @@ def latent_row(model_type: str) -> str:
 
 GROWING = """## Not in preallocated memory
 
-After `enable` these grow, and they refuse a `max_cache_len`; `python tests/preallocated_sweep.py` runs all architectures.
+After `enable` these grow, and they refuse a `max_cache_len`; `python tests/preallocated_sweep.py` tries all.
 
 | model type | reason |
 |---|---|"""
