@@ -24,19 +24,22 @@ from .compat import (
 )
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
-from .hf.layers import PackedLayer, Pair, PreallocatedLayer, newest_pair, packed_layer
+from .hf.layers import PackedLayer, PreallocatedLayer, newest_pair, packed_layer
+from .hf.room import WithRoom
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
+from .planning.preallocation import checked_max_cache_len
 from .report import CacheReport, held_bytes, make_report
 from .saving.saveable import Saveable
-from .storage.base import LayerStorage, round_up
-from .storage.checks import alike, check_states, checked_count, checked_sequences, unpackable_width
-from .storage.growing import UNLIMITED, GrowingStorage
+from .storage.base import LayerStorage
+from .storage.checks import checked_count, checked_sequences, unpackable_width
+from .storage.growing import GrowingStorage
 from .storage.offloaded import OffloadedStorage, Turns, parse_budget
 from .storage.preallocated import PreallocatedStorage
+from .storage.room import Room
 
 
-class TurboQuantCache(Saveable, DynamicCache):
+class TurboQuantCache(WithRoom, Saveable, DynamicCache):
     """A transformers cache that keeps keys and values in 2, 3, 4 or 8 bits.
 
     With `attn_implementation="turboquant"` attention reads the packed bits; with any other the model gets dequantised
@@ -73,7 +76,8 @@ class TurboQuantCache(Saveable, DynamicCache):
                      take none
     v_scale:         likewise, of float8 values; for layers that cache latents none, or k_scale
     max_cache_len:   preallocate room for so many tokens, so that generate() compiles its steps and captures them in
-                     CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError
+                     CUDA graphs; residual_length is then a multiple of 64 from 0 on.  More tokens are a ValueError.
+                     Models whose masks or biases count the tokens held cannot read such memory: NotImplementedError
     backend:         "auto", "reference" (plain PyTorch) or "triton"
     offloading:      keep tokens in host memory between their layer's turns (needs a CUDA device).  "packed": all that
                      are packed; one layer's are copied to the device while another computes.  A budget of bytes, a
@@ -114,10 +118,8 @@ class TurboQuantCache(Saveable, DynamicCache):
         residual_length = checked_count("residual_length", residual_length)
         sink_tokens = checked_count("sink_tokens", sink_tokens)
         boundary_layers = checked_count("boundary_layers", boundary_layers)
-        if max_cache_len is not None:
-            max_cache_len = checked_count("max_cache_len", max_cache_len, least=1)
-        if max_cache_len is not None and offloading:
-            raise NotImplementedError("a preallocated cache (max_cache_len) cannot be offloaded; leave one out")
+        self._max_cache_len = checked_max_cache_len(config, max_cache_len, offloading)
+        self._room = None if self._max_cache_len is None else Room(self._max_cache_len, self._max_cache_len)
         self._turns = self._make_turns(offloading)
         check_backend(backend)
         self.model_config, self.config = config, decoder_config(config)  # all of a composite model's, and its text's
@@ -135,8 +137,8 @@ class TurboQuantCache(Saveable, DynamicCache):
         self._check_value_format(value)
         self._warns = True  # of layers that are not packed: once
         self._warn_of_unpacked_layers()
-        self._max_cache_len, self._backend = max_cache_len, backend
-        layers = own_layers(self.config, max_cache_len)
+        self._backend = backend
+        layers = own_layers(self.config, self._max_cache_len)
         presets = {plan.index: plan.preset for plan in self.plans if plan.preset is not None}
         self.scales = resolve_scales(config, presets, len(layers), k_scale, v_scale)
         self.caller = Caller(self.config)
@@ -164,16 +166,16 @@ class TurboQuantCache(Saveable, DynamicCache):
         return kv_heads(self.config)
 
     def _make_storage(self, plan: LayerPlan) -> LayerStorage:
-        """The storage of a layer.  Where nothing is packed all tokens count as newest: no copy of them at each step."""
+        """The storage of a layer."""
         given = {role: own.given[plan.index] for role, own in self.scales.items() if plan.index in own.given}
         check_scales(given, self._kv_heads[plan.index] if given else 0)
-        length = self._max_cache_len
-        newest, sinks = self.options["residual_length"], self.options["sink_tokens"]
+        length = None if self._room is None else self._room.tokens
+        newest, sinks = self._newest(plan), self.options["sink_tokens"]
         preset, backend = plan.preset, self._backend
         if preset is None:
             preset = self.preset.for_latents(EXACT) if plan.latent else self.preset
             backend = backend if plan.packable else "reference"  # nor do kernels take such widths
-            newest, sinks = UNLIMITED if length is None else round_up(length), 0
+            sinks = 0
         else:
             backend = backend_for(preset, backend)
         if length is not None:
@@ -239,28 +241,10 @@ class TurboQuantCache(Saveable, DynamicCache):
         if held is not None and not self._continues(held, (key_states, value_states)):
             outside_graph(self._renew, layer_idx, held, key_states, value_states)
             held = None
+        self._make_room(layer_idx, key_states.shape[-2], announced=False)
         if held is None and len(key_states.shape) == len(value_states.shape) == 4:  # others the storage refuses
             self._meet_widths(layer_idx, key_states.shape[3], value_states.shape[3])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _continues(self, held: Pair, new: Pair) -> bool:
-        """Whether tokens can go behind those held, which may be on another device where transformers offloads them."""
-        return all(alike(x, old, any_device=self.offloading) for x, old in zip(new, held, strict=True))
-
-    def _renew(self, layer_idx: int, held: Pair, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Make a layer's memory anew for other tokens, if it holds none, as after `reset`; else raise ValueError."""
-        layer: Any = self.layers[layer_idx]
-        if int(layer.get_seq_length()):  # before a layer of transformers' own takes them
-            if held[0].shape[0] != keys.shape[0]:
-                raise ValueError(
-                    f"expected keys of batch {held[0].shape[0]}, as this cache holds, got batch {keys.shape[0]}; "
-                    "use a new cache, reset(), batch_repeat_interleave() or batch_select_indices()"
-                )
-            check_states(keys, values, held)
-        elif isinstance(layer, PreallocatedLayer):
-            layer.renew(keys, values)
-        else:
-            self.layers[layer_idx] = own_layers(self.config, self._max_cache_len)[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens held by a layer; of one that pipeline parallelism gave to another process, those of one that is here.
@@ -292,6 +276,7 @@ class TurboQuantCache(Saveable, DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers'.  The mask may be that of a step in a graph, before which every layer is calibrated."""
         layer_idx = self._one_that_is_here(layer_idx, of_its_kind=True)
+        self._make_room(layer_idx, query_length, announced=True)
         if query_length == 1 and self._max_cache_len is not None:
             for layer in self.layers:
                 if isinstance(layer, PreallocatedLayer):
@@ -347,7 +332,8 @@ class TurboQuantCache(Saveable, DynamicCache):
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
         slots = self._turns.nbytes if self._turns else 0
-        return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots)
+        room = "" if self._room is None else str(self._room)
+        return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots, room)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":
         for config in (self.model_config, self.config):  # the model's own, whose attention function may change later

@@ -15,6 +15,9 @@ CROP_TAKES_LENGTH = _BEFORE_5_18
 # Up to 5.17 `reset` of a growing layer makes its tensors zeros and keeps its length; 5.23 drops them.
 RESET_KEEPS_LENGTH = _BEFORE_5_18
 
+# Up to 5.17 generate() fails to make the masks of chunked attention before a step, which static caches need.
+CHUNKED_MASKS_FAIL = _BEFORE_5_18
+
 # Dynamo of torch 2.11 takes `is_exporting` for true in torch.compile, too.
 COMPILING_LOOKS_LIKE_EXPORT = Version(torch.__version__) < Version("2.13")
 
@@ -33,6 +36,12 @@ def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
     For what depends on lengths, or launches kernels: traced, it would be traced anew with every step.
     """
     return function(*args)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors, views included, share this one's memory.  PyTorch counts them, and offers no public way."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage`
 
 
 def decoder_config(config: Any) -> PreTrainedConfig:

@@ -9,7 +9,6 @@ import copy
 import functools
 import gc
 import inspect
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,17 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from .cache import TurboQuantCache
 from .compat import decoder_config
 from .formats.packing import BLOCK_TOKENS
+from .hf.lending import is_seen
 from .hf.switch import AttentionBefore, set_attention
+from .planning.geometry import model_geometry
+from .planning.memory import token_bytes_of
+from .planning.preallocation import why_not_preallocated
 from .storage.checks import checked_count
+from .storage.room import LEAST_ROOM, reserved_room
 
 HOOK = "_prepare_cache_for_generation"
 COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
 COMPILED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-LEAST_ROOM = 1024  # tokens
 
 
 class Enabled:
@@ -62,12 +65,11 @@ class Enabled:
 
 
 class Held(NamedTuple):
-    """Preallocated memory: its cache, room in tokens, what it was made for, and the cache lent to the last call."""
+    """Preallocated memory: its cache, lent to the last call, tokens that it may hold, and what it was made for."""
 
     cache: TurboQuantCache
     room: int
     made_for: tuple[Any, ...]
-    lent: "weakref.ref[TurboQuantCache]"
 
 
 class CacheMaker:
@@ -167,6 +169,7 @@ class CacheMaker:
             generation_mode in COMPILED_MODES
             and module._can_compile_fullgraph
             and not module.config.is_encoder_decoder
+            and not why_not_preallocated(module.config)
             # What is returned may be continued, as far as nobody said how far.
             and not (generation_config.return_dict_in_generate and self.least_room is None)
             and not generation_config.is_assistant
@@ -182,31 +185,38 @@ class CacheMaker:
     def _preallocated(self, sequences: int, most: int, generation_config: Any) -> TurboQuantCache | None:
         """A cache with room for so many tokens, in the memory of the last call where it fits; None: no compiled steps.
 
-        What is lent is a twin of the cache held, over the same layers: while anybody has it, as a user may who was
-        given it, its memory is not used again.
+        While anybody has what was lent, as a user may who was given it, or a part of it, its memory is not used again.
         """
         example = [held.cache for held in self._held] or [self._make(LEAST_ROOM)]  # not taken: it may have to stay
         if not self.module._valid_auto_compile_criteria({"past_key_values": example[0]}, generation_config):
             return None
+        del example
         try:
             held: Held | None = self._held.pop()
         except IndexError:
             held = None
         made_for = self._made_for(sequences)
-        if held is not None and held.lent() is not None:
+        if held is not None and is_seen(held):
             gc.collect()  # a compilation leaves cycles that nobody needs, with the cache in them
-        if held is not None and (held.made_for != made_for or held.lent() is not None):
+        if held is not None and (held.made_for != made_for or is_seen(held)):
             held = None
         most = max(most, self.least_room or 0)
         if held is None or held.room < most:
             room = self._room(most, 0 if held is None else held.room)
             cache = self._make(room)
+            self._reserve(cache, sequences, room)
         else:
             room, cache = held.room, held.cache
             cache.reset()
-        lent = copy.copy(cache)
-        self._held[:] = [Held(cache, room, made_for, weakref.ref(lent))]
-        return lent
+        self._held[:] = [Held(cache, room, made_for)]
+        return cache
+
+    def _reserve(self, cache: TurboQuantCache, sequences: int, limit: int) -> None:
+        """Reserve no more of `limit` than the device and the model's positions suggest: the rest follows."""
+        config, module = decoder_config(self.module.config), self.module
+        token_bytes = sequences * token_bytes_of(model_geometry(config), cache.plans, module.dtype.itemsize)
+        positions = getattr(config, "max_position_embeddings", None)
+        cache.reserve(reserved_room(limit, self.least_room or 0, positions, token_bytes, module.device))
 
     def _made_for(self, sequences: int) -> tuple[Any, ...]:
         """What memory must have been made for to be used again; tensors made in inference mode cannot leave it."""
@@ -237,8 +247,11 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
     twice, the newest counts.
 
     Greedy search and sampling on one GPU, by a model that transformers compiles in one graph, run compiled steps on
-    preallocated memory, kept for the next call of the same batch size that fits.  All else (beams, assisted decoding,
-    chunked prefill, `disable_compile=True`, encoder-decoders, linear or sparse attention, several devices, a
+    preallocated memory, kept for the next call of the same batch size that fits, unless anybody still has the last
+    call's cache or a part of it.  Where a call may ask for more tokens than the model has positions, or than fit into
+    half of the free memory, room for these is reserved, and doubled when the sequence gets there (`cache.report()`
+    says so); each doubling is one more compilation.  All else (beams, assisted decoding,
+    chunked prefill, `disable_compile=True`, encoder-decoders, linear or sparse attention, ALiBi, several devices, a
     residual_length that is no multiple of 64, or a cache that is returned (`return_dict_in_generate`) where no
     max_cache_len is given) runs on a cache that grows.
 

@@ -45,6 +45,7 @@ class CacheReport:
     slot_nbytes: bytes of the device memory to which offloaded layers are copied
     peaks:       the most bytes that PyTorch has held on each CUDA device of the cache's layers since this process began
                  (or since `torch.cuda.reset_peak_memory_stats`): weights, activations and all else with the cache
+    room:        of a preallocated cache, tokens per sequence that there is memory for, of how many, and why; else ""
     """
 
     preset: str
@@ -52,6 +53,7 @@ class CacheReport:
     scales: tuple[RoleScales, ...] = ()
     slot_nbytes: int = 0
     peaks: Mapping[str, int] = field(default_factory=dict)
+    room: str = ""
 
     @property
     def peak_nbytes(self) -> int:
@@ -105,6 +107,8 @@ class CacheReport:
         table.add_row("all", "", f"{self.ratio:.2f}x smaller", "", *[f"{size:,}" for size in sizes])
         console = Console(file=StringIO(), width=120)
         console.print(table)
+        if self.room:
+            console.print(self.room, markup=False, highlight=False)
         for scales in self.scales:
             console.print(str(scales), markup=False, highlight=False)
         if self.peaks:
@@ -121,10 +125,11 @@ def make_report(
     scales: Mapping[Role, RoleScales],
     heads: Mapping[int, int],
     slot_nbytes: int = 0,
+    room: str = "",
 ) -> CacheReport:
-    """The report of a cache's layers, their plans, scales by role, the model's KV heads by layer, bytes of slots."""
+    """The report of a cache's layers: plans, scales by role, the model's KV heads by layer, bytes of slots, room."""
     reports = [_layer_report(plan, layer, heads.get(plan.index)) for plan, layer in zip(plans, layers, strict=True)]
-    return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes, _peaks(layers))
+    return CacheReport(preset.name, reports, tuple(scales.values()), slot_nbytes, _peaks(layers), room)
 
 
 def _peaks(layers: Sequence[Any]) -> dict[str, int]:

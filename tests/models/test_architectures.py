@@ -9,26 +9,19 @@ import warnings
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
+from architectures import ARCHITECTURES, OVERRIDES, UNBUILDABLE, build, config_for, prompt
 from latent_models import EXPANDING_MODELS, latent_model
 from multimodal import MODELS, TABLE, row
+from preallocated_sweep import WAYS, attention_for
 from transformers import DynamicCache
 
 from tq_cache import TurboQuantCache
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.layers import PACKABLE
+from tq_cache.planning.preallocation import why_not_preallocated
 
-# These look their attention up in a dict of their own, which knows no registered name: the cache dequantises for them.
-OWN_ATTENTION_ONLY = {"falcon", "git", "gpt_neo", "gptj"}
-# Their own sparse attention, whose arguments "turboquant" refuses, is part of the sdpa path.
-SPARSE_BY_BLOCKS = {"minimax_m3_vl_text"}
 NEW_TOKENS = 12
 PACKED_PROMPT = 140  # two blocks behind the sink tokens
-
-
-def attention_for(model_type: str) -> str | None:
-    """The attention to load a model with: "turboquant", or its default (None) where that is not possible."""
-    return None if model_type in OWN_ATTENTION_ONLY | SPARSE_BY_BLOCKS else "turboquant"
 
 
 def logits_and_tokens(model, cache, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +77,32 @@ def test_architecture(model_type):
     assert path == "absorbed latents" or "latents" not in path
 
 
+DEFAULT = ("llama", "gemma3_text", "deepseek_v3", "gpt_neo")  # full, sliding, latents, one that is refused or grows
+
+
+CASES = [(name, way) for name in ARCHITECTURES for way in WAYS]
+QUICK = [case for case in CASES if case[0] in DEFAULT and (case[1] != "enable" or case[0] == "gpt_neo")]
+
+
+@pytest.mark.parametrize(("model_type", "way"), [
+    case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES
+])  # fmt: skip
+def test_architecture_on_preallocated_memory(model_type, way):
+    """Right, or refused with a reason; left-padded and not, with packed tokens and without."""
+    for packed in (False, True):
+        for padded in (False, True):
+            assert WAYS[way](model_type, packed, padded).startswith(("equal", "refused: "))
+
+
+@pytest.mark.parametrize("alibi", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_falcon_with_alibi_grows_and_without_is_compiled(monkeypatch, alibi):
+    monkeypatch.setitem(OVERRIDES, "falcon", {"alibi": alibi})
+    for padded in (False, True):
+        assert WAYS["enable"]("falcon", False, padded) == ("equal, grows" if alibi else "equal, compiled")
+        outcome = WAYS["forward"]("falcon", False, padded)
+        assert outcome.startswith("refused: falcon with alibi" if alibi else "equal")
+
+
 def test_at_least_a_hundred():
     assert len(ARCHITECTURES) >= 100
 
@@ -117,6 +136,20 @@ def latent_row(model_type: str) -> str:
     return f"| {model_type} | {', '.join(sizes)} | {' | '.join(paths)} |"
 
 
+GROWING = """## Not in preallocated memory
+
+After `enable` these grow, and they refuse a `max_cache_len`; `python tests/preallocated_sweep.py` tries all.
+
+| model type | reason |
+|---|---|"""
+
+
+def growing_rows() -> list[str]:
+    """A line for each architecture that cannot read preallocated memory; Falcon only with alibi."""
+    reasons = {name: why_not_preallocated(config_for(name)) for name in ARCHITECTURES}
+    return [f"| {name} | {reason} |" for name, reason in reasons.items() if reason]
+
+
 def main() -> None:
     """Print the table, in Markdown."""
     torch.set_num_threads(1)
@@ -139,6 +172,8 @@ def main() -> None:
     print("\n".join(map(row, MODELS)))
     print(f"\n{LATENTS}")
     print("\n".join(map(latent_row, EXPANDING_MODELS)))
+    print(f"\n{GROWING}")
+    print("\n".join(growing_rows()))
     print("\n## Not tested\n\n| model type | reason |\n|---|---|")
     print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
 

@@ -3,6 +3,7 @@
 The rules are those of a GPU; transformers is told to compile on the CPU, too.
 """
 
+import copy
 import weakref
 
 import pytest
@@ -12,8 +13,9 @@ from architectures import build, prompt
 from transformers import CompileConfig
 
 import tq_cache
-from tq_cache import TurboQuantCache
+from tq_cache import TurboQuantCache, generation
 from tq_cache.hf.layers import PreallocatedLayer
+from tq_cache.storage import room
 
 NEW_TOKENS = 8  # of which one completes a block of the longest prompts, in the graph
 FIXED = dict(max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=None, do_sample=False)
@@ -39,7 +41,7 @@ def spy(model) -> list:
 
     def after(module, args, kwargs, out):
         cache = kwargs["past_key_values"]
-        if not torch.compiler.is_compiling() and (not seen or seen[-1][0]() is not cache):
+        if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == kwargs["input_ids"].shape[1]:  # new
             layer = cache.layers[-1]
             preallocated = isinstance(layer, PreallocatedLayer)
             seen.append((weakref.ref(cache), layer.storage.states.ring_keys.data_ptr() if preallocated else None))
@@ -78,24 +80,25 @@ def test_who_gets_what_memory(model):
     config.compile_config = compile_config()
     lend = lambda sequences, most: maker._preallocated(sequences, most, config)  # noqa: E731
 
-    def layers(sequences: int, most: int) -> list:  # of a cache that nobody keeps
-        return lend(sequences, most).layers
+    def layers(sequences: int, most: int):  # a layer of a cache that nobody keeps
+        return weakref.ref(lend(sequences, most).layers[0])
 
+    model.config.max_position_embeddings = 4096
     first = lend(2, 500)
     assert first.layers[0].max_cache_len == 1024
     second = layers(2, 500)
-    assert second is not first.layers  # which is still held
+    assert second() is not first.layers[0]  # which is still held
     assert layers(2, 1024) is second
     assert layers(2, 3) is second
     other_batch = layers(1, 500)
     assert other_batch is not second
     assert layers(1, 500) is other_batch
     grown = layers(1, 1025)
-    assert grown is not other_batch and grown[0].max_cache_len == 2048
+    assert grown is not other_batch and grown().max_cache_len == 2048
     assert layers(1, 500) is grown
     with torch.inference_mode():
         in_inference_mode = layers(1, 500)
-    assert in_inference_mode is not grown and in_inference_mode[0].max_cache_len == 1024
+    assert in_inference_mode is not grown and in_inference_mode().max_cache_len == 1024
     ordinary = layers(1, 500)
     assert ordinary is not in_inference_mode
     model.to(torch.bfloat16)
@@ -145,6 +148,69 @@ def test_what_grows(model):
         tokens = int(out.past_key_values.get_seq_length())
         run(same, 120, max_new_tokens=2)
         assert tokens == int(out.past_key_values.get_seq_length()) == 101 and calls[-1][1] != calls[-2][1]
+
+
+HELD = {
+    "copy": copy.copy,
+    "layers": lambda cache: cache.layers,
+    "layer": lambda cache: cache.layers[1],
+    "copy of a layer": lambda cache: copy.copy(cache.layers[1]),
+    "keys": lambda cache: cache.layers[1].keys,
+    "keys of a sliding window": lambda cache: cache.layers[0].keys[:1],
+    "length": lambda cache: cache.get_seq_length(1),
+}
+
+
+@pytest.mark.parametrize("part", [
+    pytest.param(name, marks=() if name in ("copy", "keys") else pytest.mark.slow) for name in HELD
+])  # fmt: skip
+def test_what_outlives_a_call_is_not_overwritten(part):
+    """Without a graph: greedy steps by hand over what is lent."""
+    model = build("gemma3_text", "sdpa")
+    maker = tq_cache.enable(model, residual_length=64, sink_tokens=0).makers[0]
+    config = model.generation_config
+    config.compile_config = compile_config()
+
+    def call(seed: int) -> TurboQuantCache:
+        cache = maker._preallocated(2, 60, config)
+        with torch.no_grad():
+            model(**prompt(model, 40, seed=seed), past_key_values=cache)
+            model(prompt(model, 1, seed=seed)["input_ids"], past_key_values=cache)
+        return cache
+
+    def address(seed: int) -> int:
+        return call(seed).layers[1].storage.states.ring_keys.data_ptr()
+
+    assert address(0) == address(1)  # nobody holds anything
+    held = HELD[part](call(0))
+    before = copy.deepcopy(held)
+    call(1)
+    layer = lambda x: x.layers[1] if hasattr(x, "layers") else x[1] if isinstance(x, list) else x  # noqa: E731
+    tensor = lambda x: x if isinstance(x, torch.Tensor) else layer(x).keys  # noqa: E731
+    assert torch.equal(tensor(held), tensor(before))
+    assert address(0) == address(1)
+
+
+@pytest.mark.parametrize("name", ["llama", *[
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "deepseek_v3")
+]])  # fmt: skip
+def test_no_limit_reserves_what_the_model_has_positions_for_and_grows(model, name, monkeypatch):
+    model = build(name, "turboquant")
+    model.config.max_position_embeddings = 64
+    for module in (generation, room):
+        monkeypatch.setattr(module, "LEAST_ROOM", 64)
+    inputs = prompt(model, 140, seed=140)
+    by_hand = TurboQuantCache(model.config, max_cache_len=512, **OPTIONS)
+    expected = model.generate(**inputs, **FIXED | dict(max_new_tokens=60), past_key_values=by_hand)
+    enabled = tq_cache.enable(model, **OPTIONS)
+    stop = lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 200)  # noqa: E731
+    for _ in range(2):
+        out = run(model, 140, max_new_tokens=10**6, stopping_criteria=[stop])
+        cache = enabled.makers[0]._held[0].cache
+        assert [layer.max_cache_len for layer in cache.layers if isinstance(layer, PreallocatedLayer)][0] == 384
+        assert "384 tokens per sequence, of 1,015,808 asked for (the model has 64 positions)" in str(cache.report())
+        del cache
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.slow

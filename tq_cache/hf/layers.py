@@ -232,6 +232,10 @@ class PreallocatedLayer(PackedLayer):
 
     def place(self, key_states: torch.Tensor) -> None:
         super().place(key_states)
+        self.flatten()
+
+    def flatten(self) -> None:
+        """Take the storage's memory, which is another one since tokens were moved."""
         if self.storage.states is not None:
             self.flat = graph_ops.flatten(self.storage.states)
 
@@ -331,12 +335,10 @@ def newest_keys(layer: Any) -> torch.Tensor | None:
 def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:
     """The layer of this kind over a storage, in place of transformers' own.
 
-    Raises NotImplementedError for sparse attention in preallocated memory.
+    Sparse attention is never in preallocated memory (`planning.preallocation`).
     """
     preallocated = isinstance(storage, PreallocatedStorage)
     if kind in INDEXED:
-        if preallocated:
-            raise NotImplementedError(f"layers of kind {kind} cannot be preallocated; leave max_cache_len out")
         return PackedIndexedLayer(storage, caller)
     if kind == "hybrid":
         make = PreallocatedHybridLayer if preallocated else PackedHybridLayer

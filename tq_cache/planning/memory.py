@@ -122,6 +122,20 @@ def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSe
     return sum(_layer_bytes(layer, plan, settings) for layer, plan in zip(geometry.layers, plans, strict=True))
 
 
+def token_bytes_of(geometry: ModelGeometry, plans: Sequence[LayerPlan], itemsize: int) -> int:
+    """Bytes that each further token of a sequence takes in full attention layers; at least 1.
+
+    itemsize: bytes of an element in the model's dtype
+    """
+    total = 0
+    for layer, plan in zip(geometry.layers, plans, strict=True):
+        if plan.kind in PACKABLE:
+            width = layer.key_dim + layer.value_dim
+            packed = None if plan.preset is None else plan.preset.token_bytes(layer.key_dim, layer.value_dim)
+            total += layer.num_kv_heads * (width * itemsize if packed is None else packed)
+    return max(total, 1)
+
+
 def longest_context(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings, memory: int) -> int:
     """Most tokens per sequence whose cache fits in `memory` bytes; 0 if not even one does, at most `MOST_TOKENS`."""
     fits, too_many = 0, MOST_TOKENS + 1
