@@ -76,6 +76,20 @@ def test_links_between_pages_lead_somewhere():
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_pictures_have_captions():
+    """In a slanted line below, which pages show in the repository and on the site."""
+    for page in [*ROOT.glob("docs/*.md"), ROOT / "kernels/README.md"]:
+        text = page.read_text()
+        assert len(re.findall(r"^!\[", text, re.M)) == len(re.findall(r"^!\[.*\)\n\n\*[^*]+\*\n", text, re.M)), (
+            page.name
+        )
+
+
+def test_bytes_are_counted_in_one_unit():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "kernels/README.md"]
+    assert not [page.name for page in pages if page.name != "CHANGELOG.md" and re.search(r"\bGiB\b", page.read_text())]
+
+
 def test_links_of_readme_hold_on_an_index():
     """Each is absolute there, and leads to a file of the repository if it did so before."""
     repository, shown = (
