@@ -60,8 +60,14 @@ def group(row: Row) -> str:
     return "sliding" if row.kinds & set(WINDOWED) else "packed"
 
 
-def grouped(rows: Iterable[Row]) -> str:
-    """The groups, each with its architectures by the share of layers that is packed, in Markdown."""
+REFUSED = "Refused, or not tested"
+
+
+def grouped(rows: Iterable[Row], refused: int) -> str:
+    """The groups, each with its architectures by the share of layers that is packed, in Markdown.
+
+    refused: the number of those that the last part of the page lists
+    """
     members: dict[str, dict[str, list[str]]] = {name: {} for name in GROUPS}
     for row in rows:
         members[group(row)].setdefault(f"{row.packed} of {row.layers}", []).append(f"`{row.model_type}`")
@@ -70,6 +76,9 @@ def grouped(rows: Iterable[Row]) -> str:
     for name, shares in held.items():
         heading, words = GROUPS[name]
         parts.append(f"| [{heading}](#{anchor(heading)}) | {sum(map(len, shares.values()))} | {words} |")
+    parts.append(
+        f"| [{REFUSED}](#{anchor(REFUSED)}) | {refused} | They have no cache of keys and values, or one of their own. |"
+    )
     for name, shares in held.items():
         parts.append(f"\n## {GROUPS[name][0]}")
         for share in sorted(shares, key=lambda share: -len(shares[share])):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architecture_table import Row, group, grouped
+from architecture_table import REFUSED, Row, group, grouped
 from architectures import ARCHITECTURES, UNBUILDABLE, build, prompt
 from latent_models import EXPANDING_MODELS, latent_model
 from multimodal import MODELS, TABLE, row
@@ -156,7 +156,7 @@ def main() -> None:
         "packed, and with everything packed the logits of attention over the dequantised cache.  Shares of layers are "
         "those of the tiny configs; `print(tq_cache.TurboQuantCache(model.config).report())` says those of a model.\n"
     )
-    print(grouped(rows))
+    print(grouped(rows, len(UNBUILDABLE)))
     if failed:
         print("\n## Failed\n\n| model type | error |\n|---|---|")
         print("\n".join(failed))
@@ -164,7 +164,7 @@ def main() -> None:
     print("\n".join(map(row, MODELS)))
     print(f"\n{LATENTS}")
     print("\n".join(map(latent_row, EXPANDING_MODELS)))
-    print("\n## Refused, or not tested\n\n| model type | reason |\n|---|---|")
+    print(f"\n## {REFUSED}\n\n| model type | reason |\n|---|---|")
     print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
 
 
