@@ -6,7 +6,7 @@ TORCH := 2.13.0
 # Without an NVIDIA GPU, take the CPU build of torch: the default one pulls gigabytes of CUDA on Linux.
 CPU_ONLY := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && echo yes)
 
-.PHONY: demo test slow gpu style docs format clean
+.PHONY: demo test slow gpu sanitize style docs format clean
 
 demo: $(VENV)/package
 	$(BIN)/tq-cache demo
@@ -21,6 +21,9 @@ slow: $(VENV)/ready
 
 gpu:
 	$(PYTHON) -m pytest -m gpu
+
+sanitize:
+	PYTHON=$(PYTHON) bash scripts/sanitize.sh build/sanitize
 
 style: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ def measure(name: str, batch: int, tokens: int) -> list[float]:
         decode(query, key, value, *tail, packed_length=tokens - newest, scaling=0.09)
 
     def preallocated(mask: torch.Tensor | None = None) -> None:
-        options = dict(residual_length=RESIDUAL if is_packed else tokens, mask=mask)
+        options = dict(residual_length=RESIDUAL if is_packed else tokens, mask=mask, max_length=tokens)
         room = tokens if is_packed else 0
         decode(query, key, value, keys, values, packed_length=room, num_tokens=total, scaling=0.09, **options)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from error_budget import Roundings, attention, exact_parts, ratios, relative_error, seeded
+from poison import empty_is_nan, poison_room
 
 from tq_cache.formats.presets import FORMATS, PRESETS, Preset
 from tq_cache.formats.states import KVView
@@ -40,6 +41,7 @@ class Case:
         storage.append(keys, values)
         storage.crop(first)
         storage.append(keys[:, :, first : first + self.tail], values[:, :, first : first + self.tail])
+        poison_room(storage)
         return storage.view()
 
     def query(self, device="cpu", dtype=torch.float32):
@@ -106,20 +108,21 @@ def run_kernel(case, view, query, mask, options, **choices):
 
     from tq_cache.backends.triton import states_of
 
-    return decode(
-        query,
-        states_of(view.key),
-        states_of(view.value),
-        view.tail_keys,
-        view.tail_values,
-        packed_length=view.packed_length,
-        scaling=query.shape[-1] ** -0.5,
-        sink_tokens=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
-        mask=mask,
-        softcap=options.get("softcap"),
-        sink_logits=options.get("sink_logits"),
-        **{"splits": case.splits} | choices,
-    )
+    with empty_is_nan():
+        return decode(
+            query,
+            states_of(view.key),
+            states_of(view.value),
+            view.tail_keys,
+            view.tail_values,
+            packed_length=view.packed_length,
+            scaling=query.shape[-1] ** -0.5,
+            sink_tokens=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+            mask=mask,
+            softcap=options.get("softcap"),
+            sink_logits=options.get("sink_logits"),
+            **{"splits": case.splits} | choices,
+        )
 
 
 def expect(case, view, query, mask, options, roundings):
@@ -154,6 +157,7 @@ def static_storage(preset, residual_length, sink_tokens, chunks, device="cpu", d
     for tokens in chunks:
         keys, values = (torch.randn(2, 2, tokens, dim, generator=generator).to(device, dtype) for _ in range(2))
         storage.append(keys + 0.3, values - 0.3)
+    poison_room(storage)
     return storage
 
 
@@ -173,7 +177,8 @@ def compare_static(preset, residual_length, sink_tokens, chunks, device="cpu", d
     for mask in (None, padding[:, None, None], noise):
         seen = None if mask is None else mask[..., : view.length]
         expected = attention(query, *exact_parts(view), seen, 0.125, Roundings.of_kernels(dtype, float8=True))
-        out = attend_preallocated(query, storage.states, mask, 0.125)
+        with empty_is_nan():
+            out = attend_preallocated(query, storage.states, mask, 0.125)
         found += (*ratios(out, expected.lse, expected), relative_error(out, expected.out) / LIMITS[dtype])
     return found
 
@@ -190,7 +195,8 @@ def compare_exact(tokens, queries, device="cpu", dtype=torch.float32):
     found = []
     for given, seen in ((None, causal), (mask, mask)):
         expected = attention(query, keys, values, seen, 0.125, Roundings.of_kernels(dtype))
-        out, lse = attend(query, KVView(keys, values), given, 0.125)
+        with empty_is_nan():
+            out, lse = attend(query, KVView(keys, values), given, 0.125)
         found += (*ratios(out, lse, expected), relative_error(out, expected.out) / LIMITS[dtype])
     return found
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from error_budget import seeded
+from poison import empty_is_nan, poison_states
 
 from tq_cache.backends import quantizers
 from tq_cache.backends.calibration import calibrate
@@ -34,6 +35,7 @@ class Case:
         calibration = calibrate(x, fmt, self.calibrated, smooth, counts)
         states = PackedStates.empty(self.role, fmt, x, capacity, calibration)
         quantizers.store(states, x, 0)
+        poison_states(states, self.length)
         return states
 
 
@@ -52,4 +54,5 @@ def run_kernel(states: PackedStates, length: int, dtype: torch.dtype) -> torch.T
 
     from tq_cache.backends.triton import states_of
 
-    return dequantize(states_of(states), length, dtype, value=states.role == "value")
+    with empty_is_nan():
+        return dequantize(states_of(states), length, dtype, value=states.role == "value")

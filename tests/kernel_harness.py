@@ -98,15 +98,15 @@ def recorded_launches() -> Iterator[list[Any]]:
 
 def empty_states(
     role: str, fmt: Format, dim: int, tokens: int = 256, calibrated: bool = True, batch: int = 2, heads: int = 2,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, device: str = "meta",
 ) -> Any:  # fmt: skip
-    """Packed states without memory, for launches compiled alone: centred, keys smoothed, exact ones in `dtype`."""
+    """Packed states, without memory, for launches compiled alone: centred, keys smoothed, exact ones in `dtype`."""
     from tq_kernels.states import States
 
     from tq_cache.backends.triton import coding_of
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     head_scale, vectors = fmt.scale == "per_head", [empty(torch.float32, batch, heads, 1, dim) for _ in range(2)]
     packed, block = (dtype, 64 * dim) if fmt.exact else (torch.uint8, 8 * dim * fmt.bits)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from error_budget import Expected, Roundings, attention, exact_parts, seeded
+from poison import empty_is_nan, poison_states
 
 from tq_cache.backends import quantizers
 from tq_cache.backends.calibration import calibrate
@@ -55,8 +56,9 @@ class Case:
         fmt, smooth = (chosen.key, chosen.smooth) if role == "key" else (chosen.value, 0.0)
         counts = torch.ones(self.batch, 1, self.packed, 1, dtype=torch.bool, device=x.device)
         calibration = calibrate(x, fmt, chosen.center, smooth, counts)
-        states = PackedStates.empty(role, fmt, x, -(-self.packed // 64) * 64, calibration)
+        states = PackedStates.empty(role, fmt, x, -(-self.packed // 64) * 64 + 128, calibration)
         quantizers.store(states, x, 0)
+        poison_states(states, self.packed)
         return states
 
     def query(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -108,20 +110,21 @@ def run_kernel(case: Case, query: torch.Tensor, view: KVView, *, mask, softcap, 
 
     from tq_cache.backends.triton import states_of
 
-    return prefill(
-        query,
-        *(None if states is None else states_of(states) for states in (view.key, view.value)),
-        view.tail_keys,
-        view.tail_values,
-        packed_length=view.packed_length,
-        scaling=query.shape[-1] ** -0.5,
-        sink_tokens=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
-        mask=mask,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        causal=is_causal,
-        segments=case.segments,
-    )
+    with empty_is_nan():
+        return prefill(
+            query,
+            *(None if states is None else states_of(states) for states in (view.key, view.value)),
+            view.tail_keys,
+            view.tail_values,
+            packed_length=view.packed_length,
+            scaling=query.shape[-1] ** -0.5,
+            sink_tokens=None if view.sink_keys is None else (view.sink_keys, view.sink_values),
+            mask=mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            causal=is_causal,
+            segments=case.segments,
+        )
 
 
 def expect(query: torch.Tensor, view: KVView, *, mask, softcap, sink_logits, is_causal) -> Expected:

@@ -101,13 +101,27 @@ class Signature(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     aligned: bool  # starts at a multiple of 16 bytes
+    device: torch.device
 
 
 new = tuple.__new__  # in place of a NamedTuple's constructor, where that takes longer than all else: every launch
 
 
 def signature(x: torch.Tensor) -> Signature:
-    return new(Signature, (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0))
+    return new(Signature, (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device))
+
+
+def signatures(*tensors: torch.Tensor | None) -> tuple[Signature | None, ...]:
+    return tuple([None if x is None else signature(x) for x in tensors])
+
+
+def check_devices(*given: Any) -> None:
+    """Raise ValueError unless all that have a `device`, None aside, are on one."""
+    found = dict.fromkeys(str(x.device) for x in given if x is not None and x.device is not None)
+    if len(found) > 1:
+        raise ValueError(
+            f"expected all tensors on one device, got {', '.join(found)}; move them there, or begin with a new cache"
+        )
 
 
 def aligned(*tensors: Any) -> tuple[bool | None, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .launch import aligned
+from .launch import Signature, aligned, check_devices, signatures
 
 BLOCK_TOKENS = 64
 E4M3, E5M2, INT8 = (0, 0), (5, 0), (1, 0)  # in place of a table, for codes of 8 bits
@@ -182,7 +182,10 @@ class States(_States):
     def layout(self) -> "Layout":
         """All that a launch depends on but the addresses."""
         strides = tuple(None if x is None else x.stride() for x in self.tensors)
-        return _layout(self.packed.shape, strides, aligned(*self.tensors), self.coding, self.packed.dtype)
+        factors, device = signatures(*self.tensors[1:]), self.packed.device
+        return _layout(
+            self.packed.shape, strides, aligned(*self.tensors), self.coding, self.packed.dtype, factors, device
+        )
 
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the tensors fit each other and have room for `tokens`."""
@@ -192,7 +195,7 @@ class States(_States):
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Shape of packed bytes, of each of the tensors the strides and the alignment (None if there is none), the coding,
-    the dtype of what is packed.
+    the dtype of what is packed; all about the tensors but these bytes; the device (None where there is no token).
 
     Equal ones are one object, so that looking up what was worked out for one is cheap.
     """
@@ -202,6 +205,8 @@ class Layout:
     aligned: tuple[bool | None, ...]
     coding: Coding
     dtype: torch.dtype = torch.uint8
+    factors: tuple[Signature | None, ...] = ()
+    device: torch.device | None = None
 
     @property
     def head_dim(self) -> int:
@@ -262,7 +267,18 @@ class Layout:
             raise ValueError(f"expected packed bytes in uint8, exact elements in another dtype, got {self.dtype}")
 
     def _check_factors(self, scale: tuple[int, ...] | None, zero: tuple[int, ...] | None) -> None:
-        """Kernels step through scales and zeros alike."""
+        """Kernels step through scales and zeros alike, and through all else as it is contiguous."""
+        check_devices(self, *self.factors)
+        pair, dim = tuple(self.shape[:2]), self.head_dim
+        tokens, vector = (*pair, self.blocks * BLOCK_TOKENS), (*pair, 1, dim)
+        shapes = (tokens, tokens, vector, vector, (*pair, 1, 1), (dim, dim))
+        for name, x, shape in zip(Tensors._fields[1:], self.factors, shapes, strict=bool(self.factors)):
+            dtype = torch.float16 if shape is tokens else torch.float32
+            if x is not None and not _is(x, shape, dtype, contiguous=shape is not tokens):
+                raise ValueError(
+                    f"expected {name} {list(shape)} in {dtype}, contiguous, "
+                    f"got {list(x.shape)} in {x.dtype} with strides {x.strides}"
+                )
         for factor in (scale, zero):
             if factor is not None and factor[2:] != (1,):
                 raise ValueError(f"expected scale and zero contiguous in the last dimension, got strides {factor}")
@@ -272,7 +288,36 @@ class Layout:
             raise ValueError(f"expected a zero with the strides of its scale, {scale}, got {zero}; copy it into such")
 
 
+def _is(x: Signature, shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool) -> bool:
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    fits = all(size <= 1 or own == step for size, own, step in zip(shape, x.strides, reversed(steps), strict=False))
+    return tuple(x.shape) == shape and x.dtype == dtype and (fits or not contiguous)
+
+
 _layout = lru_cache(maxsize=256)(Layout)
+
+
+def check_count(num_tokens: Signature) -> None:
+    """Raise ValueError unless this is a number of tokens on the device."""
+    if num_tokens.shape or num_tokens.dtype != torch.int64:
+        raise ValueError(f"expected num_tokens [] in torch.int64, got {list(num_tokens.shape)} in {num_tokens.dtype}")
+
+
+def check_ring(max_length: int | None, residual_length: int, num_sinks: int, capacity: int, slots: int) -> None:
+    """Raise ValueError unless `max_length` tokens have room: sinks, `capacity` of packed ones, a ring of whole blocks.
+
+    See `PreallocatedStates` in `tq_cache/formats/states.py`.  None: as many as there is room for.
+    """
+    others = 0 if max_length is None else max(max_length - num_sinks, 0)
+    packed = max(others - residual_length, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    if slots % BLOCK_TOKENS or slots < min(residual_length + BLOCK_TOKENS, others) or packed > capacity:
+        raise ValueError(
+            f"expected room for {packed} packed tokens and a ring of whole blocks for {residual_length} and a block, "
+            f"got {capacity} and {slots} slots, for max_length {max_length}"
+        )
 
 
 @lru_cache(maxsize=64)

@@ -56,7 +56,7 @@ def problems(target, dtype, key, value):
 
     def counted(residual_length):
         mask, count = empty(2, 1, 1, 448, dtype=torch.bool), empty(dtype=torch.int64)
-        return dict(mask=mask, num_tokens=count, residual_length=residual_length)
+        return dict(mask=mask, num_tokens=count, residual_length=residual_length, max_length=448)
 
     yield problem(
         128, 2, 40, **more(2), mask=empty(1, 1, 2, 300, dtype=torch.bool), lengths=empty(2, dtype=torch.int32)

@@ -46,7 +46,7 @@ class Compiled:
         if self.kind in ("growing", "preallocated"):
             options["mask"] = empty(1, self.heads, queries, 448, dtype=torch.bool)
         if count:
-            options |= {"num_tokens": empty(dtype=torch.int64), "residual_length": 128}
+            options |= {"num_tokens": empty(dtype=torch.int64), "residual_length": 128, "max_length": 448}
         if self.kind == "chosen":
             options["indices"] = empty(2, queries, 200, dtype=torch.int64)
         return LatentProblem(

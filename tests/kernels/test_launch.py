@@ -84,8 +84,8 @@ def check_steps(step, looked_up: list[Any], most: int, steps: int = STEPS) -> No
     assert grown < 1 << 16, grown  # what Python keeps of freed tuples; a key of each step would take megabytes
 
 
-def packed(preset: str, tokens: int):
-    return [empty_states(role, getattr(PRESETS[preset], role), 64, tokens) for role in ("key", "value")]
+def packed(preset: str, tokens: int, device: str = "meta"):
+    return [empty_states(role, getattr(PRESETS[preset], role), 64, tokens, device=device) for role in ("key", "value")]
 
 
 def test_masked_steps_of_a_growing_cache_keep_nothing(looked_up):
@@ -138,7 +138,7 @@ def test_a_step_more_needs_no_other_kernel(looked_up):
     """While the tail fills, and with every layer, nothing compiles anew."""
     from tq_kernels.decode.plan import decode
 
-    layers = [packed("tq4", tokens) for tokens in (192, 192, 256)]
+    layers = [packed("tq4", tokens, "cpu") for tokens in (192, 192, 256)]
     tail = torch.randn(2, 2, 2, 128, 64, dtype=torch.bfloat16)
     query = torch.empty(2, 8, 1, 64, dtype=torch.bfloat16)
     for length in range(1, 65):
@@ -180,7 +180,7 @@ def test_caches_keep_no_tensors(looked_up):
     from tq_kernels.decode.plan import decode
 
     before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
-    states, tail = packed("tq3", 256), torch.empty(2, 2, 64, 64)
+    states, tail = packed("tq3", 256, "cpu"), torch.empty(2, 2, 64, 64)
     decode(torch.empty(2, 8, 1, 64), *states, tail, tail, packed_length=256, scaling=0.1)
     decode(torch.empty(2, 8, 1, 64), None, None, tail, tail, packed_length=0, scaling=0.1)
     looked_up.clear()
@@ -194,7 +194,7 @@ def test_a_zero_that_lies_otherwise_than_its_scale_is_refused(change):
     """Decode steps through both with the strides of the scale."""
     from tq_kernels.decode.plan import decode
 
-    key, value = packed("4bit_nc", 256)
+    key, value = packed("4bit_nc", 256, "cpu")
     other = torch.empty(2, 2, 320, dtype=torch.float16)[:, :, :256]
     if change == "tokens":
         other = torch.empty(2, 256, 2, dtype=torch.float16).transpose(1, 2)

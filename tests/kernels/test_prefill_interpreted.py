@@ -80,8 +80,8 @@ def test_refuses_what_does_not_fit():
     case = Case(packed=64)
     view = case.view()
     options = case.options(view.length)
-    with pytest.raises(ValueError, match="expected room for 65 tokens"):
-        run_kernel(case, case.query(), replace(view, packed_length=65), **options)
+    with pytest.raises(ValueError, match="expected room for 193 tokens"):
+        run_kernel(case, case.query(), replace(view, packed_length=193), **options)
     with pytest.raises(ValueError, match="expected a mask .* 18, 89 or more"):
         mask = torch.ones(1, 1, 18, 88, dtype=torch.bool)
         run_kernel(case, case.query(), view, **options | dict(mask=mask))

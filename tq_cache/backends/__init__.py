@@ -58,6 +58,11 @@ class Backend(Protocol):
 
         Returns the output [B, H_q, S, D_v] in the query's dtype and the log of the softmax' sum, [B, H_q, S] in float32
         (float64).  A query that may see no token gets zeros and -inf.
+
+        A key or value with NaN makes NaN of the output of every query that may see its token, and of no other: tokens
+        that the mask hides (by False or -inf) may hold anything.  One exception: with the kernels, NaN or inf in an
+        unquantized value, or in one of 8 bits, reaches also queries of the same sequence that may not see it, as with
+        sdpa, since a probability of 0 times NaN is NaN.  Memory behind the last token is never looked at.
         """
 
     def attend_latents(

@@ -16,4 +16,4 @@ def with_indices(mask: torch.Tensor | None, indices: torch.Tensor, length: int) 
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
     if mask is None:
         return chosen & causal(num_queries, length, indices.device)
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)

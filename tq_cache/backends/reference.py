@@ -206,7 +206,9 @@ class _Scores:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.mask is not None:
             part = self.mask[..., start:end]
-            return scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+            if part.dtype == torch.bool:
+                return scores.masked_fill(~part, -torch.inf)
+            return torch.where(part == -torch.inf, part, scores + part)  # an addition would not hide NaN
         if self.first_limit is not None and end > self.first_limit + 1:
             row = torch.arange(self.num_queries, device=scores.device)[:, None]
             column = torch.arange(start, end, device=scores.device)
@@ -220,13 +222,23 @@ def _softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(none, 0.0), dim=dim).masked_fill(none, 0.0)
 
 
+def _mean(masked: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of values [B, H_kv, T, D] by masked scores [B, H_kv, G, S, T], and the log-sum-exp of these.
+
+    A value with NaN or inf makes NaN of both for queries that see it; others it does not reach, as 0 times NaN would.
+    """
+    spoiled = ~values.isfinite().all(dim=-1)
+    masked = masked.masked_fill(spoiled[:, :, None, None] & (masked != -torch.inf), torch.nan)
+    out = _softmax(masked, dim=-1).flatten(2, 3) @ values.masked_fill(spoiled[..., None], 0.0)
+    return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
+
+
 def _attend_exact(
     scores: _Scores, keys: torch.Tensor, values: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = keys.to(scores.query.dtype), values.to(scores.query.dtype)
     masked = scores.masked(scores.query @ keys.mT, start)
-    out = _softmax(masked, dim=-1).flatten(2, 3) @ values
-    return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
+    return _mean(masked, values)
 
 
 def _attend_packed(scores: _Scores, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,9 +251,9 @@ def _attend_packed(scores: _Scores, view: KVView) -> tuple[torch.Tensor, torch.T
         end = min(start + TILE_TOKENS, view.packed_length)
         products = query @ scaled(key.tokens(start, end), end - start, query.dtype).mT + offset
         masked = scores.masked(products, view.sink_length + start)
-        out = _softmax(masked, dim=-1).flatten(2, 3) @ scaled(value.tokens(start, end), end - start, query.dtype)
-        outs.append(out.unflatten(2, masked.shape[2:4]))
-        lses.append(torch.logsumexp(masked, dim=-1))
+        out, lse = _mean(masked, scaled(value.tokens(start, end), end - start, query.dtype))
+        outs.append(out)
+        lses.append(lse)
     return _out_of_codes(*merge(outs, lses), value)
 
 
@@ -250,8 +262,7 @@ def _attend_exact_latents(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     latents, rotary = latents.to(scores.query.dtype), rotary.to(scores.query.dtype)
     masked = scores.masked(scores.query @ latents.mT + positions @ rotary.mT, start)
-    out = _softmax(masked, dim=-1).flatten(2, 3) @ latents
-    return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
+    return _mean(masked, latents)
 
 
 def _attend_packed_latents(scores: _Scores, positions: torch.Tensor, view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,8 +277,9 @@ def _attend_packed_latents(scores: _Scores, positions: torch.Tensor, view: KVVie
         codes = scaled(latent.tokens(start, end), end - start, query.dtype)
         products = positions @ scaled(rotary.tokens(start, end), end - start, query.dtype).mT
         masked = scores.masked(query @ codes.mT + products + offset, view.sink_length + start)
-        outs.append((_softmax(masked, dim=-1).flatten(2, 3) @ codes).unflatten(2, masked.shape[2:4]))
-        lses.append(torch.logsumexp(masked, dim=-1))
+        out, lse = _mean(masked, codes)
+        outs.append(out)
+        lses.append(lse)
     return _out_of_codes(*merge(outs, lses), latent)
 
 

@@ -218,6 +218,7 @@ def attend_latents_preallocated(
             sink_logits=sink_logits,
             num_tokens=states.num_tokens,
             residual_length=states.residual_length,
+            max_length=states.max_length,
         )
     return out
 
@@ -247,6 +248,7 @@ def attend_preallocated(
             sink_logits=sink_logits,
             num_tokens=states.num_tokens,
             residual_length=states.residual_length,
+            max_length=states.max_length,
         )
     return out
 

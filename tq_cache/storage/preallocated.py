@@ -295,6 +295,7 @@ class PreallocatedStorage(LayerStorage):
         """Forget every token, and keep the memory."""
         if self.states is not None:
             self.states.num_tokens.zero_()
+            self.states.key.packed[:, :, :2].zero_()  # kernels read latents by two blocks: no NaN beside the first one
         self._provisional, self._seen_length, self._steps = None, 0, 0
         self.first_tokens.clear()
         self._admitted = None if self._admitted is None else 0

@@ -14,6 +14,24 @@ def exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def log2_sum(total):
+    """log2 of a sum of probabilities: -inf where there are none, NaN of NaN."""
+    return tl.where(total == 0, float("-inf"), tl.log2(divisor(total)))
+
+
+@triton.jit
+def divisor(total):
+    """A sum of probabilities to divide by: 1 where there are none.  NaN stays, so that outputs become NaN with it."""
+    return tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def usable_scale(scale):
+    """Scales as positive finite numbers, whatever memory holds: NaN goes to outputs with the score."""
+    return tl.where((scale > 1e-7) & (scale < float("inf")), scale, 1e-7)
+
+
+@triton.jit
 def rough_log2(x):
     """log2 of positive float32, less at most 0.09: exponent and mantissa read as one number."""
     return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608) - 127.0

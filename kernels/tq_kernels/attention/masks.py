@@ -106,11 +106,40 @@ def describe_mask(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[torch
     """The mask as decode takes it, [B, H_q, S, all tokens or more], and what kind it is; query: [B, H_q, S, ...]."""
     if mask is None:
         return None, NO_MASK.value
-    if mask.dim() != 4:
-        raise ValueError(f"expected a mask [B, H, {query.shape[2]}, all tokens or more], got {list(mask.shape)}")
-    kind = ROW_MASK if mask.shape[1] == 1 and query.shape[2] == 1 else FULL_MASK
+    kind = ROW_MASK if mask.dim() == 4 and mask.shape[1] == 1 and query.shape[2] == 1 else FULL_MASK
+    return expand_mask(mask, query, 0), kind.value
+
+
+def expand_mask(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The mask as kernels take it: [B, H_q, S, `tokens` or more], a bool one as bytes; query: [B, H_q, S, ...].
+
+    Raises ValueError unless it is one for such queries.
+    """
+    batch, heads, count = query.shape[:3]
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or mask.shape[2] != count or mask.shape[3] < tokens:
+        raise ValueError(
+            f"expected a mask [1 or {batch}, 1 or {heads}, {count}, {tokens or 'all tokens'} or more], "
+            f"got {list(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"expected a mask that is bool, or float and added, got {mask.dtype}")
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask.expand(*query.shape[:2], -1, -1), kind.value
+    return mask.expand(batch, heads, -1, -1)
+
+
+def expand_logits(sink_logits: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Extra logits, [1 or B, 1 or H_q, 1 or S], of each query [B, H_q, S, ...]; raises ValueError unless they are."""
+    if sink_logits is None:
+        return None
+    shape = query.shape[:3]
+    fits = sink_logits.dim() == 3 and all(n in (1, m) for n, m in zip(sink_logits.shape, shape, strict=True))
+    if not fits or not sink_logits.is_floating_point():
+        raise ValueError(
+            f"expected sink_logits [1 or {shape[0]}, {shape[1]}, 1 or {shape[2]}] of floats, "
+            f"got {list(sink_logits.shape)} in {sink_logits.dtype}"
+        )
+    return sink_logits.expand(shape)
 
 
 def classify(

@@ -46,13 +46,17 @@ def load_mask(mask, base, columns, step, token, inside, AXIS: tl.constexpr, MASK
 
 @triton.jit
 def apply_mask(s, m, MASK: tl.constexpr):
-    """Scores with a loaded mask: a float one is added, one of bytes hides where it is 0."""
+    """Scores with a loaded mask: a float one is added, one of bytes hides where it is 0.
+
+    What is hidden, by 0 or by -inf, becomes -inf, also NaN: never by an addition alone.
+    """
     if MASK == NO_MASK:
         return s
     elif m.dtype == tl.uint8:
         return tl.where(m != 0, s, float("-inf"))
     else:
-        return s + m.to(tl.float32) * LOG2E
+        m = m.to(tl.float32)
+        return tl.where(m == float("-inf"), m, s + m * LOG2E)
 
 
 @triton.jit

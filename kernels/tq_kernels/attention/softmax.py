@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..bits.layout import channels
+from .base2 import divisor, log2_sum
 from .scores import LOG2E
 
 P_SHIFT = tl.constexpr(8.0)  # probabilities are scaled to at most 2**8: float16 then holds them down to 2**-32
@@ -34,6 +35,7 @@ def begin_softmax(packed, offset, index, inside, M: tl.constexpr, DIM: tl.conste
         if offset is not None:
             lse += tl.load(offset + index, mask=inside, other=0)
         total = tl.where(lse == float("-inf"), 0.0, 256.0)  # 2 ** P_SHIFT
+        total = tl.where(lse == lse, total, lse)  # NaN stays, whatever a maximum makes of it
         channel = tl.arange(0, CHANNELS)
         used = inside[:, None] & (channel < DIM)[None, :]
         acc = tl.load(packed.out + index[:, None] * DIM + channel[None, :], mask=used, other=0).to(tl.float32)
@@ -62,11 +64,10 @@ def accumulate(s, v, state, PRECISION: tl.constexpr):
 @triton.jit
 def weighted_mean(state):
     """The output, float32 [M, channels]: zeros where no token was seen."""
-    return state.acc / tl.maximum(state.sum, 1e-30)[:, None]
+    return state.acc / divisor(state.sum)[:, None]
 
 
 @triton.jit
 def log_sum(state):
     """Natural log-sum-exp."""
-    lse = state.peak - P_SHIFT + tl.log2(tl.maximum(state.sum, 1e-30))
-    return tl.where(state.sum > 0, lse / LOG2E, float("-inf"))
+    return (state.peak - P_SHIFT + log2_sum(state.sum)) / LOG2E

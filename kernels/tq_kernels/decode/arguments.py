@@ -83,12 +83,14 @@ class Codes(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """softcap: scores are capped; causal, causal_packed: some query sees not all exact (packed) tokens; mask: kind."""
+    """softcap: scores are capped; causal, causal_packed: some query sees not all exact (packed) tokens; mask: kind;
+    stale: the last tile may have values of 8 bits, maybe NaN, of tokens that do not count."""
 
     softcap: bool
     causal: bool
     causal_packed: bool
     mask: int
+    stale: bool
 
 
 class PackedLaunch(NamedTuple):

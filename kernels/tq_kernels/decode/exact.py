@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .. import tuning
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import NO_MASK, apply_mask, lengths_now, soft_cap
 from ..bits.layout import at_head
 from .query import MaskPlace, column_places, fine_dot, mask_of_tokens, program_place, split_places
@@ -73,10 +74,9 @@ def _attend(
         p = tl.exp2(s - highest[:, None])
         peak, total = highest, total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None] + fine_dot(p, v, PRECISION)
-    acc /= tl.maximum(total, 1e-30)[:, None]
+    acc /= divisor(total)[:, None]
     tl.store(partial[:, None] + value_channel[None, :], acc, mask=used[:, None] & inside_value[None, :])
-    lse = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(partial_lse, lse, mask=used)
+    tl.store(partial_lse, peak + log2_sum(total), mask=used)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import LOG2E
 from ..bits.hadamard import hadamard, is_power_of_two, log2
 from ..device import Device
@@ -63,10 +64,9 @@ def decode_merge_kernel(
         highest = tl.maximum(peak, logit)
         alpha = tl.exp2(peak - highest)
         peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
-    result /= tl.maximum(total, 1e-30)
+    result /= divisor(total)
     tl.store(out + index * DIM + channel, result.to(out.dtype.element_ty), mask=inside)
-    natural = (peak + tl.log2(tl.maximum(total, 1e-30))) / LOG2E
-    tl.store(lse + index, tl.where(total > 0, natural, float("-inf")))
+    tl.store(lse + index, (peak + log2_sum(total)) / LOG2E)
 
 
 def merge_program(device: Device, value_dim: int, group: int, queries: int, all_splits: int, pdl: bool) -> Program:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.base2 import exp2, ptx_inverse, ptx_log2, rough_log2
+from ..attention.base2 import divisor, exp2, log2_sum, ptx_inverse, ptx_log2, rough_log2, usable_scale
 from ..attention.scores import apply_mask, lengths_now, soft_cap
 from ..bits.layout import BLOCK_TOKENS, at_head, load_value_planes, side_by_side
 from ..bits.to_e4m3 import decode_rows, keep_tables, operand_width, unit
@@ -76,20 +76,34 @@ def _sum_repeats(x, REPEATS: tl.constexpr):
 
 
 @triton.jit
+def _with_value_scales(s, scale, start, blocks, BITS: tl.constexpr, PTX: tl.constexpr, LAUNCH: tl.constexpr):
+    """Scores before any mask, and the scales of values, `BITS` each, by score row; of 8 bits there are none.
+
+    With PTX scores have the scale in the exponent: fewer instructions, but for float32 too coarse.  A scale that is NaN
+    makes NaN of the score, and so of each output that sees its token; as a factor it is finite, since 0 times NaN is
+    NaN: a mask that hides the score hides the value with it.
+    """
+    if BITS == 8:
+        return s, s  # which nobody reads
+    elif PTX:
+        scale = _token_numbers(scale, start, blocks, LAUNCH)
+        shift = ptx_log2(tl.maximum(scale, 1e-7, propagate_nan=tl.PropagateNan.ALL))
+        return s + shift[:, None], tl.maximum(scale, 1e-7)
+    else:
+        scale = _token_numbers(scale, start, blocks, LAUNCH)
+        return s + (scale * 0.0)[:, None], usable_scale(scale)
+
+
+@triton.jit
 def _softmax_step(
-    s, new, state, scale, zero, start, blocks, BITS: tl.constexpr, PTX: tl.constexpr, LAUNCH: tl.constexpr
+    s, state, factor, zero, start, blocks, BITS: tl.constexpr, PTX: tl.constexpr, LAUNCH: tl.constexpr
 ):  # fmt: skip
     """The next state, its factor for all sums before, and p: probabilities times the scales of their values.
 
-    s: scores; new: which tokens count; scale, zero: where those of values are, of `BITS` each.
+    s: scores, -inf where a token does not count; factor: scales of values, see `_with_value_scales`; zero: where those
+    of values are.
     """
     # What goes to the dot is the probability times the scale of its value: the largest is to suit e4m3.
-    shift = tl.zeros((s.shape[0],), tl.float32)
-    if BITS != 8:
-        factor = tl.maximum(_token_numbers(scale, start, blocks, LAUNCH), 1e-7)
-        if PTX:  # the scale in the exponent: fewer instructions, but for float32 too coarse
-            shift = ptx_log2(factor)
-    s += tl.where(new, shift, float("-inf"))[:, None]
     highest = s
     if BITS != 8 and not PTX:
         highest = s + rough_log2(factor)[:, None]
@@ -105,22 +119,30 @@ def _softmax_step(
     weight, zeros = state.weight * alpha[None, :] + _sum_repeats(probability, LAUNCH.repeats), state.zeros
     if zero is not None:
         zero = _token_numbers(zero, start, blocks, LAUNCH)
+        # Where it is NaN, so is the scale.
+        zero = tl.maximum(zero, -65504.0) if PTX else tl.where(tl.abs(zero) < float("inf"), zero, 0.0)
         zeros = zeros * alpha[None, :] + _sum_repeats(probability * zero[:, None], LAUNCH.repeats)
     return Softmax(peak, weight, zeros), alpha, p
 
 
 @triton.jit
 def _decode_values(
-    base, start, blocks, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ARITHMETIC: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    base, start, tokens, blocks, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    STALE: tl.constexpr, ARITHMETIC: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Values of a tile of tokens, [CHANNELS, tokens]: of two blocks, block by block, each lying in one piece."""
+    """Values of a tile of tokens, [CHANNELS, tokens]: of two blocks, block by block, each lying in one piece.
+
+    STALE: with zeros behind the last of `tokens`, where bytes may be NaN, which times a probability of 0 is NaN.
+    """
     BITS: tl.constexpr = CODES.value_bits
     TABLE: tl.constexpr = CODES.value_table
     BY_ROW: tl.constexpr = BITS == 3  # 3 % faster at 8 x 32,768, others no different [H200]
     planes = load_value_planes(
         base, start, blocks, BLOCK_TOKENS, HEAD_DIM, CHANNELS, BITS, False, BY_ROW, LAUNCH.masked
     )  # fmt: skip
+    if STALE:
+        tl.static_assert(LAUNCH.tile == BLOCK_TOKENS)
+        planes = (tl.where((start + tl.arange(0, BLOCK_TOKENS) < tokens)[None, :], planes[0], 0),)
     channels = decode_rows(planes, BITS, TABLE, ARITHMETIC.operand, ARITHMETIC.ptx)
     if LAUNCH.tile == 2 * BLOCK_TOKENS:
         start += BLOCK_TOKENS
@@ -136,8 +158,8 @@ def _decode_values(
 def _store_split(out, state, shift, scale, partial, partial_lse, used, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr):
     """Divides by the sum; writes output and log-sum-exp of a split."""
     total = tl.sum(state.weight, 0)
-    out = (out * scale + tl.sum(state.zeros, 0)[None, :]) / tl.maximum(total, 1e-30)[None, :]
-    lse = tl.where(total > 0, state.peak + shift - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
+    out = (out * scale + tl.sum(state.zeros, 0)[None, :]) / divisor(total)[None, :]
+    lse = state.peak + shift - P_SHIFT + log2_sum(total)
     channel = tl.arange(0, CHANNELS)
     tl.store(partial[None, :] + channel[:, None], out, mask=used[None, :] & (channel < VALUE_DIM)[:, None])
     tl.store(partial_lse, lse, mask=used)
@@ -205,18 +227,24 @@ def attend_packed(
             q, factor, offset, key, key_scale, scales.softcap, start, blocks, SHAPE.dim, CODES, FLAGS.softcap,
             ARITHMETIC, LAUNCH,
         )  # fmt: skip
+        s, factors = _with_value_scales(
+            s, value_scale, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
+        )  # fmt: skip
         s, m = apply_mask(s, m, MASK), next_m
         if FLAGS.causal_packed:
             s = tl.where((start + row)[:, None] < limit[None, :], s, float("-inf"))
+        s = tl.where(new[:, None], s, float("-inf"))  # never by an addition: what does not count may be NaN
         zero = values.zero
         if zero is not None:
             zero = at_head(zero, strides.value.scale, batch, kv_head)
         state, alpha, p = _softmax_step(
-            s, new, state, value_scale, zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
+            s, state, factors, zero, start, blocks, CODES.value_bits, ARITHMETIC.ptx, LAUNCH
         )  # fmt: skip
         p = to_tokens(p, LAUNCH.slots, LAUNCH.repeats)
         p = spread_terms(p, LAUNCH.terms, LAUNCH.twins, LIFT, ARITHMETIC.operand, ARITHMETIC.ptx)
-        channels = _decode_values(value, start, blocks, CODES, SHAPE.value_dim, CHANNELS, ARITHMETIC, LAUNCH)
+        channels = _decode_values(
+            value, start, tokens, blocks, CODES, SHAPE.value_dim, CHANNELS, FLAGS.stale, ARITHMETIC, LAUNCH
+        )  # fmt: skip
         product = tl.dot(channels, p, input_precision=ARITHMETIC.precision)
         # An ordinary add: the tensor core's own sum keeps 14 bits.
         out = out * alpha[None, :] + gather_terms(product, LAUNCH.terms, LAUNCH.twins, LIFT)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from .. import tuning
-from ..attention.masks import MaskSteps, describe_mask
+from ..attention.masks import MaskSteps, describe_mask, expand_logits
 from ..attention.scores import LOG2E, ScoreFactors
 from ..device import Device, describe
-from ..launch import Launch, Program, aligned, new, signature
+from ..launch import Launch, Program, new, signature, signatures
 from ..states import BLOCK_TOKENS, Layout, States, TokenSteps, no_layout
 from ..tuning import Arithmetic
 from .arguments import (
@@ -79,14 +79,15 @@ def decode(
     lengths: torch.Tensor | None = None,
     num_tokens: torch.Tensor | None = None,
     residual_length: int = 0,
+    max_length: int | None = None,
     arithmetic: Arithmetic | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of up to 16 query tokens per sequence to sink tokens, packed tokens and a tail, in this order.
 
     query:         [B, H_q, S, D], bfloat16, float16 or float32
-    key, value:    packed states, of which the first `packed_length` tokens count, or None; every number in their
-                   blocks, also behind the last token, must be finite (`torch.zeros` is)
+    key, value:    packed states, of which the first `packed_length` tokens count, or None; behind the last one their
+                   blocks may hold anything
     tail_keys, tail_values: [B, H_kv, n, D] and [B, H_kv, n, D_v], n >= 0, in the query's dtype
     sink_tokens:   keys and values, likewise, or None
     mask:          [1 or B, 1 or H_q, S, all tokens or more], bool (True takes part) or float (added), or None: causal,
@@ -97,7 +98,7 @@ def decode(
     num_tokens:    int64 [] on the device, tokens in all, the first of them the sinks, which need not all be there: of
                    the others all but the newest `residual_length`, and up to 63 more, are packed, in whole blocks, and
                    the tail is a ring (`PreallocatedStates` in `tq_cache/formats/states.py`).  Takes one query;
-                   `packed_length` is then the most that can be packed
+                   `packed_length` is then the most that can be packed, and `max_length` the most that `num_tokens` says
     arithmetic, splits: for tests: another way to compute than the device's, a number of splits
 
     Returns the output [B, H_q, S, D_v] in the query's dtype, and the natural log-sum-exp of the scores, float32
@@ -105,7 +106,8 @@ def decode(
     """
     problem = new(Problem, (
         describe(query.device), query, key, value, tail_keys, tail_values, packed_length, scaling,
-        sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, arithmetic, splits,
+        sink_tokens, mask, softcap, sink_logits, causal, lengths, num_tokens, residual_length, max_length,
+        arithmetic, splits,
     ))  # fmt: skip
     launches, out, lse = prepare(problem)
     for launch in launches:
@@ -121,10 +123,9 @@ def prepare(problem: Problem) -> tuple[list[Launch], torch.Tensor, torch.Tensor]
     sink_keys = sink_values = None
     if sink_tokens is not None and sink_tokens[0].shape[2]:
         sink_keys, sink_values = sink_tokens
-    if sink_logits is not None:
-        sink_logits = sink_logits.expand(*query.shape[:3])
+    sink_logits = expand_logits(sink_logits, query)
     counted = lengths is not None or num_tokens is not None
-    present = aligned(lengths, num_tokens) if counted else (None, None)
+    present = signatures(lengths, num_tokens) if counted else (None, None)
     plan = _plan(new(Key, (
         device, signature(query), key and key.layout, value and value.layout, signature(tail_keys),
         signature(tail_values), packed_length, sink_keys if sink_keys is None else signature(sink_keys),
@@ -221,10 +222,12 @@ def _strides(given: Key, key: Layout, value: Layout, packed: bool) -> Strides:
     )
 
 
-def _flags(given: Key) -> Flags:
+def _flags(given: Key, of_bytes: bool = False) -> Flags:
+    """of_bytes: values of 8 bits are packed."""
     queries, tail = given.query.shape[2], given.tail_keys.shape[2]
     causal = given.causal and given.mask is None and queries > 1
-    return Flags(given.capped, causal, causal and tail < queries - 1, given.mask_kind)
+    stale = of_bytes and (given.packed_length % BLOCK_TOKENS > 0 or given.counts[0] is not None)
+    return Flags(given.capped, causal, causal and tail < queries - 1, given.mask_kind, stale)
 
 
 def _rotate_program(device: Device, shape: Shape, arithmetic: Arithmetic) -> Program:
@@ -245,8 +248,8 @@ def _packed_program(
         repeats=repeats, terms=terms, twins=max(16 // (shape.columns * terms), 1),
     )  # fmt: skip
     constants = dict(
-        SHAPE=shape, CODES=Codes(*key.coding.code, *value.coding.code), FLAGS=_flags(given), ARITHMETIC=arithmetic,
-        LAUNCH=launch,
+        SHAPE=shape, CODES=Codes(*key.coding.code, *value.coding.code), ARITHMETIC=arithmetic, LAUNCH=launch,
+        FLAGS=_flags(given, value.coding.bits == 8),
     )  # fmt: skip
     options = dict(num_warps=config.warps, num_stages=config.stages)
     if config.registers and arithmetic.ptx:

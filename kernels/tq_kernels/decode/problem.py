@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from ..device import Device
-from ..launch import Signature
-from ..states import BLOCK_TOKENS, Layout, States
+from ..launch import Signature, check_devices
+from ..states import Layout, States, check_count, check_ring
 from ..tuning import Arithmetic
 
 MAX_QUERIES = 16
@@ -33,6 +33,7 @@ class Problem(NamedTuple):
     lengths: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     residual_length: int = 0
+    max_length: int | None = None
     arithmetic: Arithmetic | None = None
     splits: int | None = None
 
@@ -40,7 +41,7 @@ class Problem(NamedTuple):
 class Key(NamedTuple):
     """All that the plan for a problem depends on: signatures, layouts and flags.
 
-    counts: whether `lengths` and `num_tokens` are aligned, None where there is none
+    counts: of `lengths` and `num_tokens`, None where there is none
     """
 
     device: Device
@@ -57,8 +58,9 @@ class Key(NamedTuple):
     capped: bool
     sink_logits: Signature | None
     causal: bool
-    counts: tuple[bool | None, ...]
+    counts: tuple[Signature | None, ...]
     residual_length: int
+    max_length: int | None
     arithmetic: Arithmetic | None
     splits: int | None
 
@@ -92,19 +94,38 @@ def check(given: Key, key: Layout, value: Layout) -> None:
         raise ValueError("expected query, keys and values whose last dimension is contiguous")
     _check_sinks(given.sink_keys, keys)
     _check_sinks(given.sink_values, values)
-    check_counts_and_mask(given.counts[1] is not None, queries, given.packed_length, tail, given.mask)
+    sinks = 0 if given.sink_keys is None else given.sink_keys.shape[2]
+    if given.sink_values is not None and given.sink_values.shape[2] != sinks:
+        raise ValueError(f"expected as many keys as values of sinks, got {sinks} and {given.sink_values.shape[2]}")
+    lengths, num_tokens = given.counts
+    if lengths is not None and (lengths.shape, lengths.strides, lengths.dtype) != ((batch,), (1,), torch.int32):
+        raise ValueError(
+            f"expected lengths [{batch}] in torch.int32, contiguous, got {list(lengths.shape)} in {lengths.dtype}"
+        )
+    counted = num_tokens, given.max_length, given.residual_length
+    check_counts_and_mask(counted, queries, sinks, given.packed_length, tail, given.mask)
+    tensors = query, keys, values, given.sink_keys, given.sink_values, given.mask, given.sink_logits, *given.counts
+    check_devices(*tensors, key, value)
 
 
 def check_counts_and_mask(
-    counted: bool, queries: int, packed_length: int, tail_length: int, mask: Signature | None
-) -> None:
-    """Raise ValueError unless a tail that is a ring, where tokens are counted on the device, and the mask fit."""
-    if counted and (queries > 1 or tail_length % BLOCK_TOKENS):
-        raise ValueError(
-            f"expected one query and a ring of whole blocks with num_tokens, got {queries} and {tail_length} slots"
-        )
-    tokens = 1 if counted else packed_length + tail_length
-    if mask is not None and (mask.shape[2] != queries or mask.shape[3] < tokens):
+    counted: tuple[Signature | None, int | None, int], queries: int, sinks: int, packed_length: int, tail_length: int,
+    mask: Signature | None,
+) -> None:  # fmt: skip
+    """Raise ValueError unless a tail that is a ring, where tokens are counted on the device, and the mask fit.
+
+    counted: `num_tokens`, how many it says at most, and how many of them are never packed
+    """
+    num_tokens, max_length, residual_length = counted
+    tokens = sinks + packed_length + tail_length
+    if num_tokens is not None:
+        if queries > 1:
+            raise ValueError(f"expected one query with num_tokens, got {queries}")
+        check_count(num_tokens)
+        check_ring(max_length, residual_length, sinks, packed_length, tail_length)
+        # The device alone knows how many there are: the mask must do for all.
+        tokens = tokens if max_length is None else max_length
+    if mask is not None and mask.shape[3] < tokens:
         raise ValueError(f"expected a mask [B, H, {queries}, {tokens} or more], got {list(mask.shape)}")
 
 

@@ -107,12 +107,14 @@ class RotaryCode(NamedTuple):
 
 
 class LatentFlags(NamedTuple):
-    """softcap: scores are capped; causal: some query sees not all tokens; mask: kind; chosen: tokens are."""
+    """softcap: scores are capped; causal: some query sees not all tokens; mask: kind; chosen: tokens are; stale: tiles
+    may have codes of 8 bits, maybe NaN, of tokens that do not count."""
 
     softcap: bool
     causal: bool
     mask: int
     chosen: bool
+    stale: bool
 
 
 class LatentLaunch(NamedTuple):

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .. import tuning
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import NO_MASK, apply_mask, soft_cap
 from .tokens import mask_of_places, program_columns, split_rows
 
@@ -84,10 +85,9 @@ def _attend(
         p = tl.exp2(s - highest[:, None])
         peak, total = highest, total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(x.dtype), x, acc * alpha[:, None], input_precision=PRECISION)
-    acc /= tl.maximum(total, 1e-30)[:, None]
+    acc /= divisor(total)[:, None]
     tl.store(out[:, None] + channel[None, :], acc, mask=at.used[:, None])
-    natural = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lse, natural, mask=at.used)
+    tl.store(lse, peak + log2_sum(total), mask=at.used)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import LOG2E
 from ..bits.hadamard import hadamard, log2
 from ..device import Device
@@ -45,12 +46,6 @@ def _join(work, row_of, all_splits, splits, columns, channel, RANK: tl.constexpr
     return peak, of_packed, of_exact, packed, exact
 
 
-@triton.jit
-def _log_sum_exp(peak, total):
-    """In base 2; of no token -inf."""
-    return tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-
-
 @triton.jit(do_not_specialize=["splits", "all_splits"])
 def latent_join_kernel(
     work, joined, splits, all_splits, columns,
@@ -66,12 +61,12 @@ def latent_join_kernel(
     row_of = batch * all_splits * columns + column
     peak, of_packed, of_exact, packed, exact = _join(work, row_of, all_splits, splits, columns, channel, RANK, CHUNK)
     row = batch * 2 * columns + column
-    tl.store(joined + row * RANK + channel, packed / tl.maximum(of_packed, 1e-30))
-    tl.store(joined + (row + columns) * RANK + channel, exact / tl.maximum(of_exact, 1e-30))
+    tl.store(joined + row * RANK + channel, packed / divisor(of_packed))
+    tl.store(joined + (row + columns) * RANK + channel, exact / divisor(of_exact))
     if tl.program_id(1) == 0:
         lses = joined + tl.num_programs(0).to(tl.int64) * 2 * RANK + row
-        tl.store(lses, _log_sum_exp(peak, of_packed))
-        tl.store(lses + columns, _log_sum_exp(peak, of_exact))
+        tl.store(lses, peak + log2_sum(of_packed))
+        tl.store(lses + columns, peak + log2_sum(of_exact))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -110,10 +105,10 @@ def latent_merge_kernel(
         highest = tl.maximum(peak, logit)
         alpha = tl.exp2(peak - highest)
         peak, total, result = highest, total * alpha + tl.exp2(logit - highest), result * alpha
-    result /= tl.maximum(total, 1e-30)
+    result /= divisor(total)
     tl.store(out + index * RANK + channel, result.to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
-        tl.store(lse + index, _log_sum_exp(peak, total) / LOG2E)
+        tl.store(lse + index, (peak + log2_sum(total)) / LOG2E)
 
 
 class MergePrograms(NamedTuple):

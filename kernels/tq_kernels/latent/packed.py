@@ -9,6 +9,7 @@ the second.
 import triton
 import triton.language as tl
 
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import NO_MASK, apply_mask, soft_cap
 from ..bits.layout import BLOCK_TOKENS
 from ..bits.to_float16 import load_keys
@@ -92,6 +93,8 @@ def attend_packed_latents(
         token, inside = tile_tokens(chosen, first, end, tokens, num_sinks, TILE, FLAGS.chosen)
         codes = load_latents(base, first, token, blocks, SHAPE, CODE, MODE, FLAGS.chosen).to(DTYPE)
         s = tl.dot(q, codes.T, input_precision=ARITHMETIC.precision) * numbers.factor[:, None]
+        if FLAGS.stale:  # a probability of 0 times NaN is NaN
+            codes = tl.where(inside[:, None], codes, 0.0)
         scale = None
         if CODE.bits != 8:
             scale = tl.load(scales + token, mask=inside, other=1).to(tl.float32)
@@ -114,10 +117,9 @@ def attend_packed_latents(
         peak, alpha, p, probability = weigh(s, scale, peak, 1, FLOAT32, ARITHMETIC.ptx)
         total = total * alpha + tl.sum(probability, 1)
         acc = tl.dot(p.to(DTYPE), codes, acc * alpha[:, None], input_precision=ARITHMETIC.precision)
-    acc /= tl.maximum(total, 1e-30)[:, None]
+    acc /= divisor(total)[:, None]
     if CODE.bits == 8:
         acc *= tl.load(packed.scale + at.batch)
     out, lse = split_rows(work, at, batches, tl.num_programs(2), SHAPE)
     tl.store(out[:, None] + channel[None, :], acc, mask=at.used[:, None])
-    natural = tl.where(total > 0, peak - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lse, natural, mask=at.used)
+    tl.store(lse, peak - P_SHIFT + log2_sum(total), mask=at.used)

@@ -11,6 +11,7 @@ tokens, decodes them as for the scores, and gathers a byte of each.
 import triton
 import triton.language as tl
 
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import NO_MASK, apply_mask, soft_cap
 from ..bits.layout import BLOCK_TOKENS, parts
 from ..bits.to_e4m3 import as_operand, decode_rows, gather_bytes, keep_tables, unit
@@ -118,9 +119,12 @@ def attend_packed_rows(
     acc = ()
     for _ in tl.static_range(4 * parts(CODE.bits) // STEP):
         acc = acc + (tl.zeros((STEP * ROW // 4, COLUMNS), tl.float32),)  # type: ignore[assignment]
+    # The last tile is moved back, so that it holds nothing of the next sequence, nor a block that does not count, whose
+    # bytes may be NaN; what it repeats does not count either.
+    BLOCKS: tl.constexpr = TILE // BLOCK_TOKENS
+    last = (tl.maximum(tl.cdiv(tokens, BLOCK_TOKENS), BLOCKS) - BLOCKS) * BLOCK_TOKENS
     for first in tl.range(begin, tl.minimum(begin + per_split, tokens), TILE, num_stages=LAUNCH.stages):
-        # The last tile is moved back, so that it holds nothing of the next sequence; what it repeats does not count.
-        start = tl.minimum(first, blocks * BLOCK_TOKENS - TILE)
+        start = tl.minimum(first, last)
         token = start + tl.arange(0, TILE)
         inside = (token >= first) & (token < tokens)
         words = rows.load([first_row + start, 0])
@@ -170,7 +174,7 @@ def _store(
     """Divides by the sum; writes output and log-sum-exp of a split."""
     WORDS: tl.constexpr = SHAPE.rank * CODE.bits // 32
     total = tl.sum(sums, 0)
-    factor = UNIT / tl.maximum(total, 1e-30)
+    factor = UNIT / divisor(total)
     if CODE.bits == 8:
         factor *= tl.load(packed.scale + at.batch)
     out, lse = split_rows(work, at, batches, tl.num_programs(2), SHAPE)
@@ -183,5 +187,4 @@ def _store(
             channel = part * (SHAPE.rank // parts(CODE.bits)) + 4 * word + index + second
             x = acc[part * (4 // STEP) + index // STEP] * factor[None, :]
             tl.store(out[None, :] + channel[:, None], x, mask=at.used[None, :])
-    natural = tl.where(total > 0, peak - P_SHIFT + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lse, natural, mask=at.used)
+    tl.store(lse, peak - P_SHIFT + log2_sum(total), mask=at.used)

@@ -14,13 +14,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..attention.masks import MaskSteps, describe_mask
+from ..attention.masks import MaskSteps, describe_mask, expand_logits
 from ..attention.scores import LOG2E
 from ..bits.to_float16 import decoders
 from ..decode.arguments import Counts, QuerySteps
 from ..decode.merge import NO_STEPS
 from ..device import describe
-from ..launch import Launch, Program, aligned, signature
+from ..launch import Launch, Program, signature, signatures
 from ..states import BLOCK_TOKENS, Layout, PairSteps, States, TokenSteps, Transform
 from . import choices
 from .arguments import (
@@ -41,7 +41,7 @@ from .arguments import (
 )
 from .attend import latent_exact_kernel, latent_kernel, latent_rows_kernel
 from .merge import MergePrograms, merge_programs
-from .problem import LatentKey, LatentProblem, check_latents
+from .problem import LatentKey, LatentProblem, check_latents, has_whole_tiles
 from .query import QUERY_ROWS, latent_query_kernel
 
 _NO_TRANSFORM = Transform(None, None, None)
@@ -81,6 +81,7 @@ def decode_latents(
     indices: torch.Tensor | None = None,
     num_tokens: torch.Tensor | None = None,
     residual_length: int = 0,
+    max_length: int | None = None,
     rows: bool | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +90,8 @@ def decode_latents(
     content:            queries of latents, [B, H, S, rank], bfloat16, float16 or float32; rank 128, 256 or 512
     rotary:             queries of rotary keys, [B, H, S, d], likewise; d 0, 32 or 64
     latents, positions: packed latents and rotary keys, one head, of which the first `packed_length` tokens count, or
-                        None; every number in their blocks must be finite
+                        None; behind the last one their blocks may hold anything; with `num_tokens`, the second
+                        block of 8-bit latents must hold no NaN until tokens are packed there
     tail_latents, tail_rotary: [B, 1, n, rank] and [B, 1, n, d], in the queries' dtype
     indices:            int [B, S, k], the tokens that each query may see, each once (-1: none); no others are read
     rows, splits:       for tests: whether tokens are rows of the dots, a number of splits
@@ -100,7 +102,8 @@ def decode_latents(
     """
     problem = LatentProblem(
         describe(content.device), content, rotary, latents, positions, tail_latents, tail_rotary, packed_length,
-        scaling, sink_tokens, mask, softcap, sink_logits, causal, indices, num_tokens, residual_length, rows, splits,
+        scaling, sink_tokens, mask, softcap, sink_logits, causal, indices, num_tokens, residual_length, max_length,
+        rows, splits,
     )  # fmt: skip
     launches, out, lse = prepare_latents(problem)
     for launch in launches:
@@ -115,16 +118,19 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
     mask, mask_kind = describe_mask(problem.mask, content)
     chosen = None
     if problem.indices is not None:
+        if problem.indices.dim() != 3 or problem.indices.is_floating_point():
+            raise ValueError(f"expected indices [{batch}, {queries}, k] of integers, got {list(problem.indices.shape)}")
         indices = problem.indices.to(torch.int32).contiguous()
         chosen = Chosen(indices, indices.shape[2])
     sinks = problem.sink_tokens if problem.sink_tokens is not None and problem.sink_tokens[0].shape[2] else (None, None)
     exact = ExactLatents(content, rotary, problem.tail_latents, problem.tail_rotary, *sinks)
+    sink_logits = expand_logits(problem.sink_logits, content)
+    logits, listed, counted = signatures(sink_logits, None if chosen is None else chosen.indices, problem.num_tokens)
     plan = _plan(LatentKey(
         problem.device, signature(content), signature(rotary), latents and latents.layout,
-        positions and positions.layout, tuple(None if x is None else signature(x) for x in exact[2:]),
-        problem.packed_length, None if mask is None else signature(mask), mask_kind, problem.softcap is not None,
-        problem.causal, None if chosen is None else chosen.top_k, aligned(problem.num_tokens)[0],
-        problem.residual_length, problem.rows, problem.splits,
+        positions and positions.layout, signatures(*exact[2:]), problem.packed_length,
+        None if mask is None else signature(mask), mask_kind, problem.softcap is not None, problem.causal, logits,
+        listed, counted, problem.residual_length, problem.max_length, problem.rows, problem.splits,
     ))  # fmt: skip
     tail_length = problem.tail_latents.shape[2]
     counts = Counts(None, problem.num_tokens, None if problem.num_tokens is None else tail_length)
@@ -153,7 +159,6 @@ def prepare_latents(problem: LatentProblem) -> tuple[list[Launch], torch.Tensor,
         torch.empty_like(content, memory_format=torch.contiguous_format),
         content.new_empty(batch, heads, queries, dtype=torch.float32),
     )
-    sink_logits = None if problem.sink_logits is None else problem.sink_logits.expand(batch, heads, queries)
     steps = NO_STEPS if sink_logits is None else QuerySteps(*sink_logits.stride())
     transform = latents.transform if plan.splits and latents is not None else _NO_TRANSFORM
     join, merge, channels = plan.merge
@@ -208,23 +213,22 @@ def _plan(given: LatentKey) -> LatentPlan:
     width, columns = given.rotary.shape[3], heads * (queries if given.chosen is None else 1)
     packs = latents is not None and positions is not None and given.packed_length > 0
     bits = latents.coding.bits if packs and latents is not None else 16
-    rows = given.rows if given.chosen is None else False
-    config = choices.latent_config(bits, rank, width, columns, content.dtype, device, rows)
-    if config.rows and latents is not None and latents.blocks * BLOCK_TOKENS < config.tile:
-        config = choices.SHORT_ROWS
+    config = _config(given, bits, columns)
     tiles = triton.cdiv(columns, config.columns)
     programs = batch * tiles * (1 if given.chosen is None else queries)
     tail = given.exact[0]
     assert tail is not None
     splits = 0
     if packs:
-        tokens = given.packed_length if given.chosen is None else given.chosen
+        tokens = given.packed_length if given.chosen is None else given.chosen.shape[2]
         splits = given.splits or choices.latent_splits(config, programs, tokens, device.multiprocessors)
     exact = choices.latent_exact_splits(config, programs, tail.shape[2], device.multiprocessors, splits > 0)
     all_splits = splits + exact + (given.exact[2] is not None)
     shape = LatentShape(rank, width, max(width, 16), heads, queries, config.columns)
+    stale = splits > 0 and bits == 8 and (given.chosen is not None or given.packed_length % BLOCK_TOKENS > 0)
     flags = LatentFlags(
-        given.capped, given.causal and given.mask is None and queries > 1, given.mask_kind, given.chosen is not None
+        given.capped, given.causal and given.mask is None and queries > 1, given.mask_kind, given.chosen is not None,
+        stale,
     )  # fmt: skip
     pdl, arithmetic = device.starts_dependents, choices.latent_arithmetic(content.dtype, device)
     operand: tuple[tuple[int, ...], torch.dtype] = ((batch, heads * queries, rank), content.dtype)
@@ -255,6 +259,17 @@ def _plan(given: LatentKey) -> LatentPlan:
         (tiles, programs // tiles, all_splits), splits, all_splits, operand, positions_dtype,
         (config.tile, rank * bits // 8) if config.rows and splits else None, _steps(given),
     )  # fmt: skip
+
+
+def _config(given: LatentKey, bits: int, columns: int) -> choices.LatentConfig:
+    """bits: of packed latents, 16 where none are; columns: of a sequence, or of a query where tokens are chosen."""
+    rows, rank, width, device = given.rows, given.content.shape[3], given.rotary.shape[3], given.device
+    if given.chosen is not None or (bits == 8 and not has_whole_tiles(given)):
+        rows = False
+    config = choices.latent_config(bits, rank, width, columns, given.content.dtype, device, rows)
+    if config.rows and given.latents is not None and given.latents.blocks * BLOCK_TOKENS < config.tile:
+        return choices.SHORT_ROWS
+    return config
 
 
 def _rotary_code(positions: Layout) -> RotaryCode:

@@ -6,8 +6,8 @@ import torch
 
 from ..decode.problem import MAX_QUERIES, QUERY_DTYPES, check_counts_and_mask
 from ..device import Device
-from ..launch import Signature
-from ..states import Layout, States
+from ..launch import Signature, check_devices
+from ..states import BLOCK_TOKENS, Layout, States
 from ..store.latents import LATENT_RANKS, ROTARY_DIMS
 
 
@@ -31,6 +31,7 @@ class LatentProblem(NamedTuple):
     indices: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     residual_length: int = 0
+    max_length: int | None = None
     rows: bool | None = None
     splits: int | None = None
 
@@ -38,7 +39,7 @@ class LatentProblem(NamedTuple):
 class LatentKey(NamedTuple):
     """All that the plan for a problem depends on: signatures, layouts and flags.
 
-    exact: latents and rotary keys of the tail and of the sinks; counted: whether `num_tokens` is aligned, or None
+    exact: latents and rotary keys of the tail and of the sinks; chosen: of `indices`; counted: of `num_tokens`
     """
 
     device: Device
@@ -52,11 +53,21 @@ class LatentKey(NamedTuple):
     mask_kind: int
     capped: bool
     causal: bool
-    chosen: int | None
-    counted: bool | None
+    sink_logits: Signature | None
+    chosen: Signature | None
+    counted: Signature | None
     residual_length: int
+    max_length: int | None
     rows: bool | None
     splits: int | None
+
+
+def has_whole_tiles(given: LatentKey) -> bool:
+    """Whether `packed_rows` reads only tokens that count, in tiles of two blocks, or of the only one there is.  It
+    cannot leave out any, so 8-bit codes of others must not be NaN."""
+    assert given.latents is not None
+    whole = given.packed_length % BLOCK_TOKENS == 0
+    return given.counted is not None or (whole and given.packed_length >= min(2, given.latents.blocks) * BLOCK_TOKENS)
 
 
 def check_latents(given: LatentKey) -> None:
@@ -73,7 +84,14 @@ def check_latents(given: LatentKey) -> None:
         )
     if given.rows and content.dtype == torch.float32:
         raise ValueError("expected 16-bit queries with rows=True, got float32: fp8 dots are too coarse for it")
+    eight = given.latents is not None and given.packed_length and given.latents.coding.bits == 8
+    if given.rows and eight and not has_whole_tiles(given):
+        raise ValueError(
+            f"expected two whole blocks of 8-bit latents or more with rows=True, got {given.packed_length} tokens"
+        )
     _check_exact(given, batch, (rank, width))
+    if given.packed_length and (given.latents is None or given.positions is None):
+        raise ValueError(f"expected packed latents and rotary keys of {given.packed_length} tokens, got None")
     if given.latents is not None and given.positions is not None:
         for layout, size in ((given.latents, rank), (given.positions, width)):
             layout.check(given.packed_length)
@@ -84,9 +102,18 @@ def check_latents(given: LatentKey) -> None:
                 )
         if given.positions.coding.exact and width and given.positions.dtype != content.dtype:
             raise ValueError(f"expected exact rotary keys in {content.dtype}, got {given.positions.dtype}")
-    tail = given.exact[0]
+    chosen = given.chosen
+    if chosen is not None and tuple(chosen.shape[:2]) != (batch, queries):
+        raise ValueError(f"expected indices [{batch}, {queries}, k], got {list(chosen.shape)}")
+    tail, _, sinks, _ = given.exact
     assert tail is not None
-    check_counts_and_mask(given.counted is not None, queries, given.packed_length, tail.shape[2], given.mask)
+    counted = given.counted, given.max_length, given.residual_length
+    num_sinks = 0 if sinks is None else sinks.shape[2]
+    check_counts_and_mask(counted, queries, num_sinks, given.packed_length, tail.shape[2], given.mask)
+    check_devices(
+        content, rotary, given.latents, given.positions, *given.exact, given.mask, given.sink_logits, chosen,
+        given.counted,
+    )  # fmt: skip
 
 
 def _check_exact(given: LatentKey, batch: int, widths: tuple[int, int]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.base2 import ptx_inverse, ptx_log2
+from ..attention.base2 import ptx_inverse, ptx_log2, usable_scale
 from ..attention.scores import load_mask
 from ..bits.to_float16 import float8_to_float16
 from .arguments import EXACT_ROTARY
@@ -87,6 +87,8 @@ def mask_of_places(mask, at, place, inside, step, AXIS: tl.constexpr, MASK: tl.c
 def weigh(s, scale, peak, AXIS: tl.constexpr, FLOAT32: tl.constexpr, PTX: tl.constexpr):
     """(peak, alpha, p, probability) after scores `s`, whose tokens lie along AXIS: what goes to the dot is p, the
     probability times the scale of its latent (or None), at most 2 ** P_SHIFT."""
+    if scale is not None:
+        scale = usable_scale(scale)  # where it is NaN, so is the score
     if scale is None:
         peak_now = tl.maximum(peak, tl.max(s, AXIS))
         p = tl.exp2(s - tl.expand_dims(peak_now - P_SHIFT, AXIS))
@@ -96,7 +98,6 @@ def weigh(s, scale, peak, AXIS: tl.constexpr, FLOAT32: tl.constexpr, PTX: tl.con
         probability = tl.exp2(s - tl.expand_dims(peak_now - P_SHIFT, AXIS))
         return peak_now, tl.exp2(peak - peak_now), probability * tl.expand_dims(scale, 1 - AXIS), probability
     else:
-        scale = tl.maximum(scale, 1e-7)
         if PTX:
             logarithm, inverse = ptx_log2(scale), ptx_inverse(scale)
         else:

@@ -19,12 +19,14 @@ Log-sum-exps that kernels hand on are natural logarithms; inside a kernel scores
 import torch
 import triton
 
+from ..attention.masks import expand_logits, expand_mask
 from ..device import describe
+from ..launch import check_devices
 from ..states import States
 from . import tuning
 from .arguments import Attended
 from .exact import attend_exact_tokens
-from .problem import Problem, check_exact, check_packed, expand_mask
+from .problem import Problem, check_exact, check_packed
 from .segments import attend_segments, has_fast_segments
 from .spaces import merge_spans, rotate_query
 from .tiles import attend_tiles
@@ -61,12 +63,16 @@ def prefill(
     Returns the output [B, H_q, S, D_v] in the query's dtype, contiguous, and the natural log of the softmax' sum,
     float32 [B, H_q, S].  A query that may see no token gets zeros and -inf.  Raises ValueError for anything else.
     """
+    check_devices(query, tail_keys, tail_values, *(sink_tokens or ()), mask, sink_logits)
     check_exact(query, tail_keys, tail_values, causal and mask is None)
+    if sink_logits is not None:
+        sink_logits = expand_logits(sink_logits[None, :, None] if sink_logits.dim() == 1 else sink_logits, query)
     exact_keys, exact_values, num_sinks = tail_keys, tail_values, 0
     if sink_tokens is not None:
         num_sinks = sink_tokens[0].shape[2]
         exact_keys = torch.cat([sink_tokens[0], tail_keys], 2)
         exact_values = torch.cat([sink_tokens[1], tail_values], 2)
+        check_exact(query, exact_keys, exact_values, False)  # as many of both
     if mask is not None:
         mask = expand_mask(mask, query, packed_length + exact_keys.shape[2])
     if segments and (mask is not None or softcap is not None):
@@ -76,7 +82,8 @@ def prefill(
         scaling, softcap, mask, sink_logits, causal,
     )  # fmt: skip
     if packed_length:
-        check_packed(key, value, packed_length, problem.dims)
+        check_packed(key, value, packed_length, problem.dims, tail_keys)
+        check_devices(query, key and key.layout, value and value.layout)
     return attend(problem, segments)
 
 

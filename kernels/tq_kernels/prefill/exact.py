@@ -117,7 +117,6 @@ def attend_exact_tokens(problem: Problem, packed: Attended | None, offset: torch
     mask, mask_strides = problem.tiled_mask(config, keys.shape[2], problem.num_sinks, problem.packed_length)
     sink_logits, steps = problem.sink_logits, TokenSteps(0, 0, 0)
     if sink_logits is not None:
-        sink_logits = (sink_logits[None, :, None] if sink_logits.dim() == 1 else sink_logits).expand(query.shape[:3])
         steps = TokenSteps(*sink_logits.stride())
     of_vectors = [TokenSteps(*x.stride()[:3]) for x in (query, keys, values)]
     program = problem.program(

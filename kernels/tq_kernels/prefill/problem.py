@@ -115,7 +115,7 @@ def check_exact(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, c
         raise ValueError("expected tensors whose last dimension is contiguous; call .contiguous()")
 
 
-def check_packed(key: States | None, value: States | None, packed_length: int, dims: Dims) -> None:
+def check_packed(key: States | None, value: States | None, packed_length: int, dims: Dims, exact: torch.Tensor) -> None:
     """Raise ValueError unless there are so many packed tokens, as wide as the exact ones."""
     if key is None or value is None or (key.head_dim, value.head_dim) != dims or key.zero is not None:
         raise ValueError(
@@ -124,11 +124,8 @@ def check_packed(key: States | None, value: States | None, packed_length: int, d
         )
     key.check(packed_length)
     value.check(packed_length)
-
-
-def expand_mask(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The mask as kernels take it: [B, H_q, S, T], a bool one as bytes."""
-    if mask.dim() != 4 or mask.shape[2] != query.shape[2] or mask.shape[3] < tokens:
-        raise ValueError(f"expected a mask [B, H, {query.shape[2]}, {tokens} or more], got {list(mask.shape)}")
-    mask = mask.expand(query.shape[0], query.shape[1], -1, -1)
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    if any(tuple(x.packed.shape[:2]) != tuple(exact.shape[:2]) for x in (key, value)):
+        raise ValueError(
+            f"expected packed keys and values of {list(exact.shape[:2])} sequences and KV heads, as the exact ones, "
+            f"got {[list(x.packed.shape[:2]) for x in (key, value)]}"
+        )

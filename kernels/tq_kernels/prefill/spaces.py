@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention.base2 import divisor, log2_sum
 from ..attention.scores import LOG2E
 from ..bits.layout import channels, key_channels, part_width, parts
 from ..launch import Launch
@@ -40,8 +41,7 @@ def _weights(lses, index, inside):
     for i in tl.static_range(len(lses)):
         weights = weights + (tl.exp2((loaded[i] - peak) * LOG2E),)
         total += weights[i]
-    lse = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)) / LOG2E, float("-inf"))
-    return weights, tl.maximum(total, 1e-30), lse
+    return weights, divisor(total), peak + log2_sum(total) / LOG2E
 
 
 @triton.jit

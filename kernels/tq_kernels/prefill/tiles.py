@@ -36,11 +36,14 @@ def _packed_tile(
     if HOW.softcap:
         s = soft_cap(s, softcap)
     if not FULL:  # what lies behind the last token may be NaN
+        if VALUE.bits != 8:  # of others NaN goes with the score, which a mask may hide, and never with the value
+            s += (scales.value * 0.0).to(tl.float32)[None, :]
+            v = tl.where((scales.value == scales.value)[None, :], v, 0.0)
         if mask is not None:
             inside = (row < count)[:, None] & there[None, :]
             s = add_mask(s, mask, row, start + order + num_sinks, inside, strides)
         s = tl.where(there[None, :], s, float("-inf"))
-        v = tl.where(there[None, :], v, 0)
+        v = tl.where(there[None, :], v, 0.0)
     return accumulate(s, v.T, state, PRECISION)
 
 

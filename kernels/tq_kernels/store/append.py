@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..device import Device, describe
-from ..launch import Launch, Program, Signature, signature
+from ..launch import Launch, Program, Signature, check_devices, signature
 from ..states import TokenSteps
 from ..tuning import append_tile
 
@@ -83,6 +83,7 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=256)
 def _plan(device: Device, *tensors: Signature) -> _Plan:
     """Raises ValueError unless keys, values and their buffers fit each other."""
+    check_devices(*tensors)
     keys, values, tail_keys, tail_values = (x.shape for x in tensors)
     fit = keys[:3] == values[:3] and tail_keys[:3] == tail_values[:3] and keys[:2] == tail_keys[:2]
     fit = fit and (keys[3], values[3]) == (tail_keys[3], tail_values[3])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..device import NO_GPU, Device, describe
-from ..launch import Launch, Program, Signature, signature
+from ..launch import Launch, Program, Signature, check_devices, signature
 from ..states import BLOCK_TOKENS, MIN_MAX, Layout, PackedStrides, States, TokenSteps, Transform
 from ..tuning import KERNEL_DTYPES, MANY_BLOCKS, QUANTIZE_LOOP, quantize_choices, quantize_stages
 from .codes import float8_codes, float8_row, float8_words, gaussian_codes, uniform_codes
@@ -271,3 +271,4 @@ def check_vectors(layout: Layout | None, x: Signature | None, first: Signature |
             f"last dimension, got {x.dtype} {list(x.shape)} with strides {x.strides}"
         )
     layout.check(0)
+    check_devices(layout, x, first)

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
-from ..launch import Launch, Program, Signature, aligned, signature
-from ..states import Layout, PairSteps, States, TokenSteps
+from ..launch import Launch, Program, Signature, check_devices, signature
+from ..states import Layout, PairSteps, States, TokenSteps, check_count, check_ring
 from ..tuning import quantize_choices
 from .quantize import StoreStrides, quantize_blocks
 
@@ -145,7 +145,7 @@ def update_launch(
     exact = Exact(keys, ring_keys, sink_keys), Exact(values, ring_values, sink_values)
     plan = _plan(
         device, *(tuple([x if x is None else signature(x) for x in side]) for side in exact), key.layout, value.layout,
-        residual_length, max_length, aligned(num_tokens),
+        residual_length, max_length, signature(num_tokens),
     )  # fmt: skip
     arguments = (*exact, key.tensors, value.tensors, *plan.strides, num_tokens, plan.sizes)
     return Launch(plan.program, plan.grid, arguments)
@@ -163,16 +163,32 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=256)
 def _plan(
     device: Device, keys: tuple[Signature | None, ...], values: tuple[Signature | None, ...], key: Layout,
-    value: Layout, residual_length: int, max_length: int, present: tuple[bool | None, ...],
+    value: Layout, residual_length: int, max_length: int, num_tokens: Signature,
 ) -> _Plan:  # fmt: skip
-    """Raises ValueError as `update` does; keys, values: of `Exact`; present: whether `num_tokens` is aligned."""
+    """Raises ValueError as `update` does; keys, values: of `Exact`."""
     strides = checked_strides(keys, key), checked_strides(values, value)
+    check_room(keys, values, (key, value), residual_length, max_length, num_tokens)
     new, ring, sinks = keys
     assert new is not None and ring is not None
     constants, options = quantize_choices(key, value, new.dtype, device)
     sizes = Sizes(residual_length, 0 if sinks is None else sinks.shape[2], max_length, ring.shape[2])
     grid = (1, new.shape[1], 2 * new.shape[0])
     return _Plan(Program(_update_kernel, device, constants, options), grid, strides, sizes)
+
+
+def check_room(
+    keys: tuple[Signature | None, ...], values: tuple[Signature | None, ...], layouts: tuple[Layout, Layout],
+    residual_length: int, max_length: int, num_tokens: Signature,
+) -> None:  # fmt: skip
+    """Raise ValueError unless keys and values, of `Exact`, have the same room, for `max_length` tokens."""
+    check_devices(*keys, *values, *layouts, num_tokens)
+    check_count(num_tokens)
+    (_, ring, sinks), rooms = keys, [[x and x.shape[2] for x in side] for side in (keys, values)]
+    assert ring is not None
+    if rooms[0] != rooms[1]:
+        raise ValueError(f"expected as many keys as values, in rings and among sinks, too, got {rooms}")
+    capacity = min(layout.blocks for layout in layouts) * BLOCK_TOKENS.value
+    check_ring(max_length, residual_length, 0 if sinks is None else sinks.shape[2], capacity, ring.shape[2])
 
 
 def checked_strides(exact: tuple[Signature | None, ...], layout: Layout) -> UpdateStrides:

@@ -13,12 +13,12 @@ import triton.language as tl
 
 from ..bits.layout import BLOCK_TOKENS
 from ..device import Device, describe
-from ..launch import Launch, Program, Signature, aligned, signature
+from ..launch import Launch, Program, Signature, signature
 from ..states import Layout, States
 from ..tuning import latent_choices, latent_options
 from .latents import check_latents
 from .rows import store_rows
-from .update import Exact, Sizes, UpdateStrides, checked_strides, count_token, put_token
+from .update import Exact, Sizes, UpdateStrides, check_room, checked_strides, count_token, put_token
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def update_latents_launch(
     exact = Exact(latents, ring_latents, sinks[0]), Exact(rotary_keys, ring_rotary, sinks[1])
     first, second = (tuple([x if x is None else signature(x) for x in side]) for side in exact)
     plan = _plan(
-        device, first, second, latent.layout, rotary.layout, residual_length, max_length, aligned(num_tokens)
+        device, first, second, latent.layout, rotary.layout, residual_length, max_length, signature(num_tokens)
     )  # fmt: skip
     keys, stored = (exact[1], rotary.tensors) if plan.strides[1] is not None else (None, None)
     arguments = (exact[0], keys, latent.tensors, stored, *plan.strides, num_tokens, plan.sizes)
@@ -119,10 +119,11 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=256)
 def _plan(
     device: Device, latents: tuple[Signature | None, ...], rotary_keys: tuple[Signature | None, ...], latent: Layout,
-    rotary: Layout, residual_length: int, max_length: int, present: tuple[bool | None, ...],
+    rotary: Layout, residual_length: int, max_length: int, num_tokens: Signature,
 ) -> _Plan:  # fmt: skip
-    """Raises ValueError as `update_latents` does; present: whether `num_tokens` is aligned."""
+    """Raises ValueError as `update_latents` does."""
     strides = checked_strides(latents, latent), checked_strides(rotary_keys, rotary)
+    check_room(latents, rotary_keys, (latent, rotary), residual_length, max_length, num_tokens)
     new, ring, sinks = latents
     assert new is not None and ring is not None
     check_latents(latent, rotary, new.dtype)
