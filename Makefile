@@ -8,7 +8,7 @@ CPU_ONLY := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev
 
 .PHONY: demo test slow gpu sanitize style docs format clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/package
 	$(BIN)/tq-cache demo
 
 test: $(VENV)/ready style
@@ -40,13 +40,19 @@ format: $(VENV)/ready
 clean:
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-$(VENV)/ready: pyproject.toml
+# What the package needs, for the demo: without bytecode, since that of all files takes longer than what is imported.
+$(VENV)/package: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(CPU_ONLY),yes)
-	$(BIN)/pip install -q torch==$(TORCH)+cpu || \
-	  $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
+	$(BIN)/pip install -q --no-compile torch==$(TORCH)+cpu || \
+	  $(BIN)/pip install -q --no-compile --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 else
-	$(BIN)/pip install -q "torch>=2.11"
+	$(BIN)/pip install -q --no-compile "torch>=2.11"
 endif
+	$(BIN)/pip install -q --no-compile --editable .
+	touch $@
+
+# And what tests, types, style and the site need.
+$(VENV)/ready: $(VENV)/package
 	$(BIN)/pip install -q --editable ".[dev,docs]"
 	touch $@

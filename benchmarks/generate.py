@@ -163,9 +163,9 @@ def measure(model, options, batch: int, tokens: int, name: str, mode: str, copy:
     row |= dict(peak_bytes=peak, floor_ms=round((weights + size) / copy / 1e6, 3))
     place = f"{options.model:10} {batch:3} x {tokens:7,}  {name:12} {mode:8}"
     print(f"{place} {ms:8.2f} ms  floor {row['floor_ms']:6.2f} ms  {row['tokens_per_s']:8.1f} tokens/s", end="")
-    print(f"  {size / 2**30:6.2f} GiB", end="" if ttft else "\n", flush=True)
+    print(f"  {size / 1e9:6.2f} GB", end="" if ttft else "\n", flush=True)
     if ttft:
-        print(f"  first token {ttft:8.1f} ms, peak {peak / 2**30:.2f} GiB", flush=True)
+        print(f"  first token {ttft:8.1f} ms, peak {peak / 1e9:.2f} GB", flush=True)
     return row
 
 

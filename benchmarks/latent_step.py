@@ -84,8 +84,8 @@ def line(row: dict[str, Any]) -> str:
     found = (
         f"{breaks}{row['batch']:3} x {row['tokens']:7,}  {row['cache']:12} {row['mode']:8} {row['ms_per_step']:8.2f} ms"
     )
-    size = row["cache_bytes"] / 2**30
-    return f"{found}  floor {row['floor_ms']:6.2f} ms  {size:6.2f} GiB  ({row['seconds']:.0f} s with its compilation)"
+    size = row["cache_bytes"] / 1e9
+    return f"{found}  floor {row['floor_ms']:6.2f} ms  {size:6.2f} GB  ({row['seconds']:.0f} s with its compilation)"
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,6 +1,7 @@
 """What the documentation says of the package is so.  `make docs` builds the site and refuses links to nowhere."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import LlamaConfig
 
 import tq_cache
 from tq_cache.backends.hardware import ARCHITECTURES
+from tq_cache.compat import NEWEST_TESTED
 from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.memory import PlanSettings, cache_bytes
 
@@ -33,6 +35,7 @@ def test_badges_say_what_the_package_asks_for():
         "transformers": f"{least['transformers']} to {newest}",
         "licence": PROJECT["license"],
     }
+    assert newest == str(NEWEST_TESTED)
 
 
 def test_the_reference_has_every_public_name():
@@ -71,3 +74,45 @@ def test_links_between_pages_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels/README.md"]:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pictures_have_captions():
+    """In a slanted line below, which pages show in the repository and on the site."""
+    for page in [*ROOT.glob("docs/*.md"), ROOT / "kernels/README.md"]:
+        text = page.read_text()
+        assert len(re.findall(r"^!\[", text, re.M)) == len(re.findall(r"^!\[.*\)\n\n\*[^*]+\*\n", text, re.M)), (
+            page.name
+        )
+
+
+def test_bytes_are_counted_in_one_unit():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "kernels/README.md"]
+    assert not [page.name for page in pages if page.name != "CHANGELOG.md" and re.search(r"\bGiB\b", page.read_text())]
+
+
+def test_links_of_readme_hold_on_an_index():
+    """Each is absolute there, and leads to a file of the repository if it did so before."""
+    repository, shown = (
+        PROJECT["urls"]["Repository"],
+        runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["readme"](),
+    )
+    targets = re.findall(r"\]\(([^)\s]+)\)", shown)
+    for target in targets:
+        assert target.startswith("https://"), target
+        if target.startswith(repository):
+            kind, branch, path = target.removeprefix(f"{repository}/").split("#")[0].split("/", 2)
+            assert (kind, branch) in [("raw", "HEAD"), ("blob", "HEAD")][: 1 if path.endswith(".svg") else 2]
+            assert (ROOT / path).exists(), target
+    assert sum(target.startswith(repository) for target in targets) > 20
+
+
+def test_one_way_to_install():
+    """From a clone, since no index has the package; what is missing for a command is named as an index has it."""
+    extras = PROJECT["optional-dependencies"]
+    optional = {re.split("[><=;]", name)[0] for extra in ("plot", "gguf", "eval") for name in extras[extra]}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    sources = [path for folder in ("tq_cache", "kernels/tq_kernels") for path in (ROOT / folder).rglob("*.py")]
+    said = {path.name: re.findall(r"pip install ([^\n`;)\"]+)", path.read_text()) for path in pages + sources}
+    assert said["README.md"] == ["-e ."] and said["get_started.md"][0] == "-e ."
+    named = {name for lines in said.values() for line in lines for name in line.split()} - {"-e", "."}
+    assert optional <= named <= optional | {"triton"}

@@ -5,12 +5,14 @@ lent by links to what runs the tests.
 """
 
 import os
+import runpy
 import subprocess
 import sysconfig
 import tarfile
 import tomllib
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,7 @@ def fresh(tools, dist, tmp_path_factory) -> Path:
 def test_a_release(tools, dist, fresh, tmp_path):
     """One test, for it is built once, in this tree, whatever number of processes runs the tests."""
     check_fit_for_an_index(tools, dist)
+    check_what_an_index_shows(dist)
     check_what_the_wheel_holds(dist)
     check_what_the_sdist_holds(dist)
     check_an_import(fresh, tmp_path)
@@ -77,12 +80,26 @@ def check_fit_for_an_index(tools: Path, dist: Path) -> None:
     call(tools, "-m", "twine", "check", "--strict", *dist.iterdir())
 
 
-def check_what_the_wheel_holds(dist: Path) -> None:
-    """Both packages and nothing else."""
+def check_what_an_index_shows(dist: Path) -> None:
+    """README with links that hold there, and what `pyproject.toml` says."""
     (path,) = dist.glob("*.whl")
+    name = f"tq_cache-{tq_cache.__version__}.dist-info/METADATA"
+    said = message_from_bytes(zipfile.ZipFile(path).read(name))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert said.get_payload().strip() == runpy.run_path(str(ROOT / "setup.py"))["readme"]().strip()
+    assert said["Description-Content-Type"] == "text/markdown" and said["Author"] == project["authors"][0]["name"]
+    assert said.get_all("Project-URL") == [f"{name}, {url}" for name, url in project["urls"].items()]
+    assert said.get_all("Classifier") == project["classifiers"] and said["Keywords"].split(",") == project["keywords"]
+
+
+def check_what_the_wheel_holds(dist: Path) -> None:
+    """Both packages and nothing else, in less than 7 MB."""
+    (path,) = dist.glob("*.whl")
+    assert path.stat().st_size < 7e6
     names = zipfile.ZipFile(path).namelist()
     held = {name for name in names if not name.startswith(f"tq_cache-{tq_cache.__version__}.dist-info/")}
     expected = {f"{name}/{x.relative_to(base)}" for name, base in PACKAGES.items() for x in base.rglob("*.py")}
+    expected |= {f"{name}/py.typed" for name in PACKAGES}
     for data in ("embedded", "harness_tasks"):
         files = (x for x in (ROOT / "tq_cache/tools" / data).iterdir() if x.is_file())
         expected |= {str(x.relative_to(ROOT)) for x in files}

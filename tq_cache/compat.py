@@ -1,5 +1,7 @@
 """What differs between the versions of transformers (5.17 to 5.23) and torch (2.11 to 2.13) supported, in one place."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticCache, get_layer_types_and_kwargs
 
+NEWEST_TESTED = Version("5.23")  # transformers: the newest that all tests have passed with; ARCHITECTURES.md is of it
 _BEFORE_5_18 = Version(transformers.__version__) < Version("5.18")
 # Up to 5.17 a positive argument of `crop` means the tokens to keep; 5.23 refuses it.
 CROP_TAKES_LENGTH = _BEFORE_5_18
@@ -20,6 +23,22 @@ CHUNKED_MASKS_FAIL = _BEFORE_5_18
 
 # Dynamo of torch 2.11 takes `is_exporting` for true in torch.compile, too.
 COMPILING_LOOKS_LIKE_EXPORT = Version(torch.__version__) < Version("2.13")
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warn, once in a process, of a transformers that is newer than what was tested.
+
+    `enable` rests on a private method of `generate()`, which may come to mean something else.
+    """
+    version = Version(transformers.__version__)
+    if version.release[:2] > NEWEST_TESTED.release:
+        warnings.warn(
+            f"tq_cache.enable was tested with transformers up to {NEWEST_TESTED}, and this is {version}: `generate()` "
+            "may make its cache in another way by now. Compare its text with that of tq_cache.disable(model), or "
+            f'pip install "transformers<{NEWEST_TESTED.major}.{NEWEST_TESTED.minor + 1}"',
+            stacklevel=3,
+        )
 
 
 def exporting() -> bool:

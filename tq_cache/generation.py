@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache import TurboQuantCache
-from .compat import decoder_config
+from .compat import decoder_config, warn_if_untested
 from .formats.packing import BLOCK_TOKENS
 from .hf.lending import is_seen
 from .hf.switch import AttentionBefore, set_attention
@@ -260,8 +260,9 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
 
     Raises TypeError unless the model is transformers' own and generates, NotImplementedError where its caches are of a
     kind of its own, and what `TurboQuantCache` raises; nothing has changed then.  Warns where the model has an
-    attention of its own, which cannot read packed bits.
+    attention of its own, which cannot read packed bits, and, once, where transformers is newer than what was tested.
     """
+    warn_if_untested()
     _check(model)
     return Enabled(model, preset, options)
 

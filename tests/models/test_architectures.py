@@ -3,12 +3,15 @@
 `python tests/models/test_architectures.py > ARCHITECTURES.md` writes the table.
 """
 
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from architecture_table import REFUSED, Row, group, grouped
 from architectures import ARCHITECTURES, OVERRIDES, UNBUILDABLE, build, config_for, prompt
 from latent_models import EXPANDING_MODELS, latent_model
 from multimodal import MODELS, TABLE, row
@@ -20,6 +23,7 @@ from tq_cache.planning.geometry import model_geometry
 from tq_cache.planning.layers import PACKABLE
 from tq_cache.planning.preallocation import why_not_preallocated
 
+ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 12
 PACKED_PROMPT = 140  # two blocks behind the sink tokens
 
@@ -43,8 +47,8 @@ def reads(model_type: str, cache: TurboQuantCache) -> str:
     return ", ".join(sorted(f"{path} latents" for path in latents)) or "packed bits"
 
 
-def run_one(model_type: str) -> tuple[int, int, str]:
-    """Check one architecture; returns how many of its cache's layers are packed, how many there are, and `reads`."""
+def run_one(model_type: str) -> Row:
+    """Check one architecture; returns what its cache's layers are, and are packed as."""
     own, model = build(model_type), build(model_type, attention_for(model_type))
 
     def cache(of, **options):
@@ -68,12 +72,13 @@ def run_one(model_type: str) -> tuple[int, int, str]:
     assert distance < 2e-3, f"packed attention is {distance:.4f} standard deviations from dequantised attention"
     packed = [layer for layer in bits.layers if hasattr(layer, "storage") and layer.storage.length]
     assert all(layer.storage.packed_length == 128 for layer in packed)
-    return len(packed), len(bits.layers), reads(model_type, bits)
+    kinds = frozenset(plan.kind for plan in bits.plans)
+    return Row(model_type, kinds, len(packed), len(bits.layers), reads(model_type, bits))
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architecture(model_type):
-    *_, path = run_one(model_type)
+    path = run_one(model_type).reads
     assert path == "absorbed latents" or "latents" not in path
 
 
@@ -107,7 +112,24 @@ def test_at_least_a_hundred():
     assert len(ARCHITECTURES) >= 100
 
 
-LATENTS = """## Latents (MLA)
+def test_the_page_has_every_architecture_once():
+    names = re.findall(r"`([^` ]+)`", (ROOT / "ARCHITECTURES.md").read_text().split("## Images, sound")[0])
+    assert set(ARCHITECTURES) <= set(names) and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("kinds", "packed", "reads", "expected"), [
+    ("full_attention", 4, "packed bits", "packed"),
+    ("full_attention sliding_attention dummy", 1, "packed bits", "sliding"),
+    ("full_attention sliding_attention conv", 1, "packed bits", "hybrid"),
+    ("full_attention linear_attention", 2, "absorbed latents", "latents"),
+    ("full_attention", 4, "dequantised", "dequantised"),
+    ("sliding_attention", 0, "packed bits", "nothing"),
+])  # fmt: skip
+def test_groups(kinds, packed, reads, expected):
+    assert group(Row("a", frozenset(kinds.split()), packed, 4, reads)) == expected
+
+
+LATENTS = """## Latents: sizes and steps
 
 Every model of transformers that caches latents, the last three without a causal LM mapping; sizes are those of the
 default config of its class.  A long prompt's first forward reads exact keys and values, as the model expands them;
@@ -154,27 +176,30 @@ def main() -> None:
     """Print the table, in Markdown."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    rows, good = [], 0
+    rows, failed = [], []
     for model_type in ARCHITECTURES:
         try:
-            packed, layers, path = run_one(model_type)
-            rows.append(f"| {model_type} | ok | {packed} of {layers} | {path} |")
-            good += 1
+            rows.append(run_one(model_type))
         except Exception as error:
-            rows.append(f"| {model_type} | {type(error).__name__}: {' '.join(str(error).split())[:150]} | | |")
-        print(rows[-1], file=sys.stderr)
+            failed.append(f"| {model_type} | {type(error).__name__}: {' '.join(str(error).split())[:150]} |")
+        print(model_type, file=sys.stderr)
+    count = f"{len(rows)} of {len(rows) + len(failed)} decoder architectures of transformers {transformers.__version__}"
     print(
-        f"# Architectures\n\ntransformers {transformers.__version__}, tiny random models: {good} ok of {len(rows)}.\n"
+        f"# Architectures\n\n{count}, as tiny random models, generate the tokens of a DynamicCache while nothing is "
+        "packed, and with everything packed the logits of attention over the dequantised cache.  Shares of layers are "
+        "those of the tiny configs; `print(tq_cache.TurboQuantCache(model.config).report())` says those of a model.\n"
     )
-    print("| model type | result | layers packed | attention reads |\n|---|---|---|---|")
-    print("\n".join(rows))
+    print(grouped(rows, len(UNBUILDABLE)))
+    if failed:
+        print("\n## Failed\n\n| model type | error |\n|---|---|")
+        print("\n".join(failed))
     print(f"\n{TABLE}")
     print("\n".join(map(row, MODELS)))
     print(f"\n{LATENTS}")
     print("\n".join(map(latent_row, EXPANDING_MODELS)))
     print(f"\n{GROWING}")
     print("\n".join(growing_rows()))
-    print("\n## Not tested\n\n| model type | reason |\n|---|---|")
+    print(f"\n## {REFUSED}\n\n| model type | reason |\n|---|---|")
     print("\n".join(f"| {name} | {reason} |" for name, reason in UNBUILDABLE.items()))
 
 

@@ -15,7 +15,7 @@ from tq_cache.tools.runs import load_model
 def test_a_missing_package_is_named(missing, tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(runs, "find_spec", lambda package: None if package == missing else object())
-    with pytest.raises(ValueError, match=rf"expected the package {missing} .*pip install tq-cache\[gguf\]"):
+    with pytest.raises(ValueError, match=rf"expected the package {missing} .*pip install gguf accelerate"):
         load_model(tmp_path / "m.gguf")
 
 

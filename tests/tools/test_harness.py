@@ -149,7 +149,7 @@ def test_found():
 def test_without_the_harness_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "tq_passkey"])
-    assert result.exit_code == 2 and "pip install tq-cache[eval]" in result.output
+    assert result.exit_code == 2 and "pip install lm-eval" in result.output
 
 
 # ------------------------------------------------------------------------------------------------------ the harness

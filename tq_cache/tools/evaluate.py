@@ -198,7 +198,7 @@ def plotting() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("expected matplotlib for a plot, found none; pip install tq-cache[plot]") from None
+        raise ValueError("expected matplotlib for a plot, found none; pip install matplotlib") from None
     return Figure
 
 

@@ -34,7 +34,7 @@ def measure(
     Raises ValueError on unknown tasks, or without lm_eval, and what `CachedLM` raises.  The model is not enabled then.
     """
     if find_spec("lm_eval") is None:
-        raise ValueError("expected lm-evaluation-harness (lm_eval), found none; pip install tq-cache[eval]")
+        raise ValueError("expected lm-evaluation-harness (lm_eval), found none; pip install lm-eval")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

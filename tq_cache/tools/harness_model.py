@@ -1,7 +1,7 @@
 """The model "tq-cache" of lm-evaluation-harness (lm_eval), registered by the import: its "hf" under a TurboQuantCache.
 
 Tasks that generate go through `tq_cache.enable`.  Those that score given text put its context into the cache first
-(`continuations`): the one forward that "hf" makes has no past.  Needs `pip install tq-cache[eval]`.
+(`continuations`): the one forward that "hf" makes has no past.  Needs lm-eval.
 """
 
 from collections.abc import Mapping, Sequence

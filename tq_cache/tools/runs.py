@@ -19,7 +19,7 @@ from .tasks import Case, build_case
 
 # A small trained decoder that comes with the package.
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
-GGUF_EXTRA = "pip install tq-cache[gguf]"
+GGUF_EXTRA = "pip install gguf accelerate"
 
 
 @dataclass(frozen=True)
