@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import tq_cache
 from tq_cache import PRESETS
-from tq_cache.tools.arguments import parse_layer_presets, parse_presets, parse_skip_layers
-from tq_cache.tools.cli import app
 from tq_cache.tools.files import check_outputs
 from tq_cache.tools.runs import EMBEDDED_MODEL
+from tq_cli.app import app
+from tq_cli.arguments import parse_layer_presets, parse_presets, parse_skip_layers
 
 
 def run(*arguments: object, code: int = 0):
