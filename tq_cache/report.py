@@ -15,6 +15,7 @@ from .hf.layers import PackedLayer, newest_keys
 from .parallel import rank_and_world
 from .planning.layers import LayerPlan
 from .storage.base import LayerStorage
+from .storage.first_tokens import MIN_CALIBRATION_TOKENS
 from .storage.growing import GrowingStorage
 from .storage.preallocated import PreallocatedStorage
 
@@ -155,6 +156,7 @@ class CacheReport:
         hosts = ["on the host"] if self.host_nbytes else []
         for heading in ("layers", "kind", "stored as", "packed tokens", "exact tokens", "bytes", *hosts):
             table.add_column(heading, justify="left" if heading in ("layers", "kind", "stored as") else "right")
+        table.columns[2].min_width = min(40, max(len(layer.stored) for layer in self.layers))  # headings break instead
         table.add_column(f"bytes in {self.dtype}" if self.dtype else "unquantized bytes", justify="right")
         for heading in more:
             table.add_column(heading)
@@ -206,26 +208,28 @@ def make_report(
 def _savings_begin(storages: Sequence[LayerStorage]) -> int:
     """`CacheReport.savings_begin`: where fixed bytes and those of packed tokens are fewer than 2 per element.
 
-    A growing layer has room for the newest tokens, the first ones and a block; a preallocated one has all its room.
+    A growing layer has room for the newest tokens, the first ones and a block, and packs none before it is calibrated; a
+    preallocated one has all its room.
     """
-    fixed, saved = 0.0, 0.0  # bytes, and bytes per token
+    fixed, saved, least = 0.0, 0.0, 0  # bytes, bytes per token, tokens
     for storage in storages:
-        preallocated = isinstance(storage, PreallocatedStorage)
-        never = preallocated and storage.residual_length >= storage.max_length  # as layers that are not packed are
-        if storage.newest is None or not storage.packs or never:
+        if storage.newest is None or not storage.packs:
             continue
         batch, heads, _, key_dim = storage.newest[0].shape
         value_dim = storage.newest[1].shape[3]
-        exact = 2 * (key_dim + value_dim)
-        if preallocated:
-            room, packed = storage.nbytes / (batch * heads), 0
+        exact, packed = 2 * (key_dim + value_dim), 0
+        if isinstance(storage, PreallocatedStorage):
+            if storage.residual_length >= storage.max_length:  # a layer that is not packed
+                continue
+            room = storage.nbytes / (batch * heads)
         else:
             packed = storage.preset.token_bytes(key_dim, value_dim)
             newest, sinks = storage.residual_length, storage.sink_tokens
             room = (newest + 2 * sinks + BLOCK_TOKENS) * exact - (newest + sinks) * packed
+            least = max(least, sinks + MIN_CALIBRATION_TOKENS)
         fixed += batch * heads * room
         saved += batch * heads * (exact - packed)
-    return math.ceil(fixed / saved) if saved > 0 else 0
+    return max(math.ceil(fixed / saved), least) if saved > 0 else 0
 
 
 def _packed_tokens(storage: LayerStorage) -> int:

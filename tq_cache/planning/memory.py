@@ -175,11 +175,14 @@ def longest_context(
     for end in (1, most):
         prefill.measure(end)
     while longest := search(most, prefill.estimate):
-        # A length is run once: it is known then, and found again only if it fits and the next ones seem not to.
         estimate, exact = prefill.estimate(longest), prefill.measure(longest)
         held = cache_bytes(geometry, preset, replace(settings, context=longest))
-        if held + exact <= memory and estimate - exact <= exact // 1000:
+        token = prefill.slope(longest) + held / longest  # bytes of one more
+        room = memory - held - exact
+        if room >= 0 and estimate - exact < token:
             break
+        # Estimates lie above the truth, by less the nearer the lengths that were run: the next one hardly fits.
+        prefill.measure(min(most, longest + max(int(room / token), 0) + 1))
     return longest
 
 

@@ -92,6 +92,11 @@ class Prefill:
         at_low, at_high = self._measured[low], self._measured[high]
         return at_low if low == high else at_low + -(-(at_high - at_low) * (tokens - low) // (high - low))
 
+    def slope(self, tokens: int) -> float:
+        """Bytes per token between a length measured and the next shorter one; 0 without."""
+        low = max((x for x in self._measured if x < tokens), default=tokens)
+        return (self._measured[tokens] - self._measured[low]) / max(tokens - low, 1)
+
     def _built(self) -> PreTrainedModel:
         if self._model is None:
             decoder = decoder_config(self.config)
