@@ -136,7 +136,7 @@ class CacheReport:
     def __str__(self) -> str:
         from rich.console import Console  # here, so that importing tq_cache stays light
 
-        console = Console(file=StringIO(), width=120)
+        console = Console(file=StringIO(), width=160)
         console.print(self._table())
         for line in [*map(str, self.scales), *([self._savings()] if self.own_bytes else [])]:
             console.print(line, markup=False, highlight=False)
@@ -156,7 +156,6 @@ class CacheReport:
         hosts = ["on the host"] if self.host_nbytes else []
         for heading in ("layers", "kind", "stored as", "packed tokens", "exact tokens", "bytes", *hosts):
             table.add_column(heading, justify="left" if heading in ("layers", "kind", "stored as") else "right")
-        table.columns[2].min_width = min(40, max(len(layer.stored) for layer in self.layers))  # headings break instead
         table.add_column(f"bytes in {self.dtype}" if self.dtype else "unquantized bytes", justify="right")
         for heading in more:
             table.add_column(heading)
@@ -208,8 +207,8 @@ def make_report(
 def _savings_begin(storages: Sequence[LayerStorage]) -> int:
     """`CacheReport.savings_begin`: where fixed bytes and those of packed tokens are fewer than 2 per element.
 
-    A growing layer has room for the newest tokens, the first ones and a block, and packs none before it is calibrated; a
-    preallocated one has all its room.
+    A growing layer has room for the newest tokens, the first ones and a block, and packs none before it is calibrated.
+    A preallocated one has all its room.
     """
     fixed, saved, least = 0.0, 0.0, 0  # bytes, bytes per token, tokens
     for storage in storages:

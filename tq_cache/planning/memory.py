@@ -172,8 +172,7 @@ def longest_context(
     if prefill is None or not longest:
         return longest
     most = min(longest, MOST_PREFILLED)
-    for end in (1, most):
-        prefill.measure(end)
+    prefill.bracket(most)
     while longest := search(most, prefill.estimate):
         estimate, exact = prefill.estimate(longest), prefill.measure(longest)
         held = cache_bytes(geometry, preset, replace(settings, context=longest))

@@ -82,8 +82,14 @@ class Prefill:
             raise _not_on_shapes(self.config, "forward cannot be run", error) from error
         return self._measured[tokens]
 
+    def bracket(self, tokens: int) -> None:
+        """Measure what `estimate` needs up to this length."""
+        self.measure(1)
+        if max(self._measured) < tokens:
+            self.measure(tokens)
+
     def estimate(self, tokens: int) -> int:
-        """On the straight line between the nearest lengths measured, at least one on each side.
+        """On the straight line between the nearest lengths measured; see `bracket`.
 
         Peaks are sums of terms in tokens and tokens², so the line lies above them: rather too much than too little.
         """
