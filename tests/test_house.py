@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_kernels": ROOT / "kernels/tq_kernels"}
+PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_cli": ROOT / "tq_cli", "tq_kernels": ROOT / "kernels/tq_kernels"}
 
 # Rooms of tq_cache, the ground first: each may import itself and what stands before it.
 ORDER = (

@@ -120,7 +120,9 @@ def test_report_says_what_each_layer_is_stored_as():
         "K fp8_e4m3, V uniform4 (boundary)",
     ]
     table = str(report)
-    assert all(layer.stored in table and f"{layer.nbytes:,}" in table for layer in report.layers)
+    assert all(layer.stored in table for layer in report.layers)
+    alike = [2 * report.layers[0].nbytes, 2 * report.layers[1].nbytes, report.layers[2].nbytes, report.layers[4].nbytes]
+    assert all(f"{nbytes:,}" in table for nbytes in alike)
     assert "preset tq3" in table and "scales of fp8_e4m3 keys: computed" in table
     assert report.nbytes == cache.nbytes == sum(layer.storage.nbytes for layer in cache.layers)
 

@@ -20,7 +20,7 @@ import pytest
 import tq_cache
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_kernels": ROOT / "kernels/tq_kernels"}
+PACKAGES = {"tq_cache": ROOT / "tq_cache", "tq_cli": ROOT / "tq_cli", "tq_kernels": ROOT / "kernels/tq_kernels"}
 
 
 def call(*command: object, cwd: Path | None = None) -> str:
@@ -121,7 +121,7 @@ for module in (tq_cache, tq_kernels, kernels):
     assert module.__file__.startswith(sys.prefix), module.__file__
 assert tq_cache.__version__ == importlib.metadata.version("tq-cache")
 top = {str(x).split("/")[0] for x in importlib.metadata.files("tq-cache") if str(x).endswith(".py")}
-assert top == {"tq_cache", "tq_kernels"}, top
+assert top == {"tq_cache", "tq_cli", "tq_kernels"}, top
 """
     call(fresh, "-I", "-c", code, cwd=tmp_path)
 

@@ -1,5 +1,5 @@
 """`python -m tq_cache`: the command line."""
 
-from .tools.cli import app
+from tq_cli.app import app
 
 app(prog_name="tq-cache")

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from tq_cache import PRESETS, TurboQuantCache
 from tq_cache.formats.packing import BLOCK_TOKENS
-from tq_cache.tools.cli import app
 from tq_cache.tools.evaluate import EvalSettings, evaluate
 from tq_cache.tools.runs import EMBEDDED_MODEL, demo_case, encode, generate, make_cache
 from tq_cache.tools.tasks import heldout_text
+from tq_cli.app import app
 
 # ------------------------------------------------------------------------------------------------ formats and bytes
 

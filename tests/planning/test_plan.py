@@ -25,8 +25,9 @@ from tq_cache.report import held_bytes
 # GQA, MQA, latents, sliding windows, recurrent hybrids, shared layers, wide global heads, encoder-like field names
 MODEL_TYPES = "llama gpt_bigcode deepseek_v3 gemma3_text qwen3_next gemma3n_text gemma4_text gpt_oss opt bloom".split()
 LLAMA_8B = LlamaConfig(
-    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=64
-)
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=64,
+    max_position_embeddings=10**6,
+)  # fmt: skip
 
 
 class ShapeCache(DynamicCache):

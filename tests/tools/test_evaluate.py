@@ -14,6 +14,7 @@ from tq_cache.tools.greedy import agreement, compare, greedy_tokens
 from tq_cache.tools.recall import RecallCase, recall_cases, recalled, shares
 from tq_cache.tools.runs import demo_case, encode, generate, load_model, make_cache, run_demo
 from tq_cache.tools.scores import decode, decode_scores, prefill, score
+from tq_cache.tools.tables import demo_table
 
 SKIP = ("sliding_window",)
 
@@ -221,8 +222,11 @@ def test_demo_runs(embedded):
     assert packed.agreement(exact) == 1.0
     # float32: keys and values of 8 layers, 2 KV heads and 64 elements, for all tokens but the newest
     held = len(encode(tokenizer, case.prompt)) + len(exact.tokens) - 1
-    assert exact.nbytes == 8 * 2 * held * 2 * 64 * 4 and exact.bits_per_element == 32
+    assert exact.nbytes == 8 * 2 * held * 2 * 64 * 4 == 2 * exact.nbytes_16bit
+    assert exact.bits_per_element == 16 and exact.ratio == 1  # compared as a 16-bit model, which it is elsewhere
     assert packed.bytes_16bit == exact.bytes_16bit and packed.ratio > 1.5
+    caption = str(demo_table(case, runs, model.device).caption)
+    assert "the model runs in float32 on cpu; KV bytes are those of the same caches in a 16-bit model" in caption
     assert exact.tokens_per_second > 0 and exact.prefill_seconds > 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tq_cache.tools import runs
+from tq_cache.tools import sources
 from tq_cache.tools.evaluate import EvalSettings, evaluate
 from tq_cache.tools.runs import load_model
 
@@ -14,7 +14,7 @@ from tq_cache.tools.runs import load_model
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_a_missing_package_is_named(missing, tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(runs, "find_spec", lambda package: None if package == missing else object())
+    monkeypatch.setattr(sources, "find_spec", lambda package: None if package == missing else object())
     with pytest.raises(ValueError, match=rf"expected the package {missing} .*pip install gguf accelerate"):
         load_model(tmp_path / "m.gguf")
 

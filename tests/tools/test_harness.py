@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import tq_cache
 from tq_cache import TurboQuantCache
 from tq_cache.tools import harness, synthetic
-from tq_cache.tools.cli import app
 from tq_cache.tools.continuations import likelihoods
 from tq_cache.tools.runs import EMBEDDED_MODEL, encode, make_cache
+from tq_cli.app import app
 
 WORDS = 120
 

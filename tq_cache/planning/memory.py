@@ -5,11 +5,12 @@ a cache that got there by decoding may hold up to that much more.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from ..compat import decoder_config
 from ..formats.packing import BLOCK_TOKENS
 from ..formats.presets import Preset, resolve_preset
 from ..formats.states import packed_length_of
@@ -17,13 +18,15 @@ from ..storage.base import round_up
 from ..storage.checks import check_dims, unpackable_width
 from .geometry import LayerGeometry, ModelGeometry, model_geometry
 from .layers import PACKABLE, LayerPlan, plan_layers
-from .prefill import prefill_bytes
+from .prefill import Prefill
 
 EXACT = "16-bit"
 EXACT_BYTES = 2
 CALIBRATION_BYTES = 4
 # The search for the longest context ends here; what fits then, sliding windows only, fits at any length.
 MOST_TOKENS = 1 << 32
+MOST_PREFILLED = 1 << 24  # no prefill is longer: a mask of tokens x tokens would have too many bytes to count
+DEFAULT_CONTEXT = 32768
 MEMORY_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -65,8 +68,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The first row is the 16-bit cache, then one per preset.  `memory` is what there is for keys and values.
+    """The first row is the 16-bit cache, then one per preset.
 
+    memory:          bytes there are for all
+    weights_bytes:   of them, what the weights take; None: not known, or not asked for
+    positions:       tokens that the model has positions for, which no longest context exceeds; None: any number
     layer_plans:     with the first of the presets; those without a reason follow the preset of the row
     prefill_bytes:   what a prefill of the whole context takes at its peak beside weights and cache, the same for every
                      row (`prefill_bytes` of `planning.prefill`); None: not asked for, or not known
@@ -80,6 +86,8 @@ class MemoryPlan:
     rows: tuple[PlanRow, ...]
     prefill_bytes: int | None = None
     prefill_unknown: str = ""
+    weights_bytes: int | None = None
+    positions: int | None = None
 
 
 def plan_memory(
@@ -88,30 +96,48 @@ def plan_memory(
     settings: PlanSettings,
     memory: int | None = None,
     prefill: bool = False,
+    weights: int | None = 0,
 ) -> MemoryPlan:
     """Bytes of the 16-bit cache and of each preset, and the longest context that fits in `memory` bytes.
 
     With `prefill` also what a prefill of the context takes beside them, which imports the model's code and takes up to
-    a few seconds.
+    a few seconds; the longest context then fits with its prefill, where that is known.  It also fits with `weights`
+    bytes of weights (None: the model's parameters in its dtype, from the config), and is never longer than the model
+    has positions.
 
     Layers whose head_dim cannot be packed are counted at 16 bits, as a cache keeps them.  Raises ValueError or
-    NotImplementedError on unknown presets or layers, on rotary keys that cannot be packed, and on a memory that is not
-    positive.
+    NotImplementedError on unknown presets or layers, on rotary keys that cannot be packed, on weights that the config
+    does not tell where there is a memory, and on a memory that is not positive beside them.
     """
-    if memory is not None and memory <= 0:
-        raise ValueError(f"expected memory left for keys and values, got {memory:,} bytes after the weights")
-    geometry = model_geometry(config)
+    geometry, shapes = model_geometry(config), Prefill(config, settings.batch)
+    weights = _weights(shapes, memory is not None) if weights is None else weights
+    left = None if memory is None else memory - (weights or 0)
+    if left is not None and left <= 0:
+        raise ValueError(f"expected memory left for keys and values, got {left:,} bytes after the weights")
     chosen = [None, *[resolve_preset(name) for name in presets]]
     layer_plans = tuple(_layer_plans(geometry, chosen[1] if presets else None, settings))
     exact = cache_bytes(geometry, None, settings)
+    activations = _prefill(shapes, settings) if prefill else (None, "")
+    most = positions(config)
     rows = []
     for preset in chosen:
-        nbytes = cache_bytes(geometry, preset, settings)
-        longest = None if memory is None else longest_context(geometry, preset, settings, memory)
+        nbytes, longest = cache_bytes(geometry, preset, settings), None
+        if left is not None:
+            counted = shapes if activations[0] is not None else None
+            longest = longest_context(geometry, preset, settings, left, counted, most or MOST_TOKENS)
         name = EXACT if preset is None else preset.name
         rows.append(PlanRow(name, nbytes, exact / nbytes, 8 * EXACT_BYTES * nbytes / exact, longest))
-    activations = _prefill(config, settings) if prefill else (None, "")
-    return MemoryPlan(geometry, layer_plans, settings, memory, tuple(rows), *activations)
+    return MemoryPlan(geometry, layer_plans, settings, memory, tuple(rows), *activations, weights, most)
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model has positions for; None: it has no such limit, or its config does not say."""
+    return getattr(decoder_config(config), "max_position_embeddings", None) or None
+
+
+def default_context(config: PreTrainedConfig) -> int:
+    """Tokens that a plan is about unless told: 32,768, or what the model has positions for."""
+    return min(DEFAULT_CONTEXT, positions(config) or DEFAULT_CONTEXT)
 
 
 def cache_bytes(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> int:
@@ -136,16 +162,41 @@ def token_bytes_of(geometry: ModelGeometry, plans: Sequence[LayerPlan], itemsize
     return max(total, 1)
 
 
-def longest_context(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings, memory: int) -> int:
-    """Most tokens per sequence whose cache fits in `memory` bytes; 0 if not even one does, at most `MOST_TOKENS`."""
-    fits, too_many = 0, MOST_TOKENS + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if cache_bytes(geometry, preset, replace(settings, context=middle)) <= memory:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+def longest_context(
+    geometry: ModelGeometry,
+    preset: Preset | None,
+    settings: PlanSettings,
+    memory: int,
+    prefill: Prefill | None = None,
+    most: int = MOST_TOKENS,
+) -> int:
+    """Tokens per sequence, at most `most`, whose cache fits in `memory` bytes, with their prefill if given; 0: none."""
+
+    def search(most: int, activations: Callable[[int], int]) -> int:
+        fits, too_many = 0, most + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if cache_bytes(geometry, preset, replace(settings, context=middle)) + activations(middle) <= memory:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    longest = search(most, lambda tokens: 0)
+    if prefill is None or not longest:
+        return longest
+    most = min(longest, MOST_PREFILLED)
+    prefill.bracket(most)
+    while longest := search(most, prefill.estimate):
+        estimate, exact = prefill.estimate(longest), prefill.measure(longest)
+        held = cache_bytes(geometry, preset, replace(settings, context=longest))
+        token = prefill.slope(longest) + held / longest  # bytes of one more
+        room = memory - held - exact
+        if room >= 0 and estimate - exact < token:
+            break
+        # Estimates lie above the truth, by less the nearer the lengths that were run: the next one hardly fits.
+        prefill.measure(min(most, longest + max(int(room / token), 0) + 1))
+    return longest
 
 
 def parse_memory(text: str) -> int:
@@ -156,12 +207,24 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * MEMORY_UNITS[match[2].upper()])
 
 
-def _prefill(config: PreTrainedConfig, settings: PlanSettings) -> tuple[int | None, str]:
+def _prefill(shapes: Prefill, settings: PlanSettings) -> tuple[int | None, str]:
     """Bytes of a prefill, or None and why they are not known."""
     try:
-        return prefill_bytes(config, settings.context, settings.batch), ""
+        return shapes.measure(settings.context), ""
     except NotImplementedError as error:
         return None, str(error)
+
+
+def _weights(shapes: Prefill, needed: bool) -> int | None:
+    """Bytes of the model's parameters; None where they are not known nor needed."""
+    try:
+        if getattr(shapes.config, "quantization_config", None) is not None:
+            raise NotImplementedError("the weights are quantised, and their config does not say how large they are")
+        return shapes.weight_bytes()
+    except NotImplementedError as error:
+        if needed:
+            raise NotImplementedError(f"{error}; give the bytes of the weights (--weights-gb)") from error
+        return None
 
 
 def _layer_plans(geometry: ModelGeometry, preset: Preset | None, settings: PlanSettings) -> list[LayerPlan]:

@@ -50,26 +50,77 @@ def prefill_bytes(config: PreTrainedConfig, tokens: int, batch: int = 1) -> int:
     known from shapes alone: no causal language model of this config, an encoder-decoder, or operations whose shapes
     depend on the content of tensors.
     """
-    if tokens < 1 or batch < 1:
-        raise ValueError(f"expected tokens and batch of 1 or more, got {tokens} and {batch}")
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(_unknown(config) + "its prompt goes through an encoder")
-    decoder = decoder_config(config)
-    known = ((x, auto) for x in (config, decoder) for mapping, auto in MODELS if type(x) in mapping)
-    found, auto = next(known, (None, None))
-    if found is None or auto is None:
-        raise NotImplementedError(_unknown(config) + "transformers has no causal language model of it")
-    dtype = getattr(config, "dtype", None) or getattr(decoder, "dtype", None) or torch.bfloat16
-    try:
-        with torch.device("meta"):
-            model, input_ids = build_model(found, auto, dtype), torch.empty(batch, tokens, dtype=torch.long)
-        return forward_peak(model, input_ids)
-    except Exception as error:  # whatever the code of a model raises where it looks into tensors
-        reason = " ".join(str(error).split())[:200]
-        raise NotImplementedError(
-            f"{_unknown(config)}its forward cannot be run on shapes alone ({type(error).__name__}: {reason}); "
-            "measure it, with torch.cuda.max_memory_allocated()"
-        ) from error
+    return Prefill(config, batch).measure(tokens)
+
+
+class Prefill:
+    """Prefills of one model and batch size, as of `prefill_bytes`, for many lengths: the model is built once."""
+
+    def __init__(self, config: PreTrainedConfig, batch: int = 1) -> None:
+        self.config, self.batch = config, batch
+        self._model: PreTrainedModel | None = None
+        self._measured: dict[int, int] = {}  # bytes by tokens
+
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters, in the dtype of the config.  Raises NotImplementedError where no class of
+        the config is known."""
+        return sum(parameter.nbytes for parameter in self._built().parameters())
+
+    def measure(self, tokens: int) -> int:
+        """Bytes at the peak of this length; raises what `prefill_bytes` does."""
+        if tokens < 1 or self.batch < 1:
+            raise ValueError(f"expected tokens and batch of 1 or more, got {tokens} and {self.batch}")
+        if tokens in self._measured:
+            return self._measured[tokens]
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise NotImplementedError(_unknown(self.config) + "its prompt goes through an encoder")
+        model = self._built()
+        try:
+            with torch.device("meta"):
+                self._measured[tokens] = forward_peak(model, torch.empty(self.batch, tokens, dtype=torch.long))
+        except Exception as error:  # whatever the code of a model raises where it looks into tensors
+            raise _not_on_shapes(self.config, "forward cannot be run", error) from error
+        return self._measured[tokens]
+
+    def bracket(self, tokens: int) -> None:
+        """Measure what `estimate` needs up to this length."""
+        self.measure(1)
+        if max(self._measured) < tokens:
+            self.measure(tokens)
+
+    def estimate(self, tokens: int) -> int:
+        """On the straight line between the nearest lengths measured; see `bracket`.
+
+        Peaks are sums of terms in tokens and tokens², so the line lies above them: rather too much than too little.
+        """
+        low = max(x for x in self._measured if x <= tokens)
+        high = min(x for x in self._measured if x >= tokens)
+        at_low, at_high = self._measured[low], self._measured[high]
+        return at_low if low == high else at_low + -(-(at_high - at_low) * (tokens - low) // (high - low))
+
+    def slope(self, tokens: int) -> float:
+        """Bytes per token between a length measured and the next shorter one; 0 without."""
+        low = max((x for x in self._measured if x < tokens), default=tokens)
+        return (self._measured[tokens] - self._measured[low]) / max(tokens - low, 1)
+
+    def _built(self) -> PreTrainedModel:
+        if self._model is None:
+            decoder = decoder_config(self.config)
+            known = ((x, auto) for x in (self.config, decoder) for mapping, auto in MODELS if type(x) in mapping)
+            found, auto = next(known, (None, None))
+            if found is None or auto is None:
+                raise NotImplementedError(_unknown(self.config) + "transformers has no causal language model of it")
+            try:
+                with torch.device("meta"):
+                    self._model = build_model(found, auto, model_dtype(self.config))
+            except Exception as error:  # of any class: it is the model's own code
+                raise _not_on_shapes(self.config, "model cannot be built", error) from error
+        return self._model
+
+
+def model_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype of a config, bfloat16 where it names none."""
+    return getattr(config, "dtype", None) or getattr(decoder_config(config), "dtype", None) or torch.bfloat16
 
 
 def build_model(config: PreTrainedConfig, auto: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,6 +148,14 @@ def forward_peak(model: PreTrainedModel, input_ids: torch.Tensor) -> int:
 
 def _unknown(config: PreTrainedConfig) -> str:
     return f"the memory of a prefill of {type(config).__name__} is not known: "
+
+
+def _not_on_shapes(config: PreTrainedConfig, what: str, error: Exception) -> NotImplementedError:
+    reason = " ".join(str(error).split())[:200]
+    return NotImplementedError(
+        f"{_unknown(config)}its {what} on shapes alone ({type(error).__name__}: {reason}); "
+        "measure it, with torch.cuda.max_memory_allocated()"
+    )
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -79,7 +79,8 @@ def plan_record(plan: MemoryPlan) -> dict[str, Any]:
     return dict(
         model_type=plan.geometry.model_type, notes=plan.geometry.notes, layers=layers, memory=plan.memory,
         settings=asdict(plan.settings), rows=[asdict(row) for row in plan.rows],
-        prefill_bytes=plan.prefill_bytes, prefill_unknown=plan.prefill_unknown,
+        prefill_bytes=plan.prefill_bytes, prefill_unknown=plan.prefill_unknown, weights_bytes=plan.weights_bytes,
+        positions=plan.positions,
     )  # fmt: skip
 
 

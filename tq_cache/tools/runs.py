@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,25 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..hf.caller import ATTENTION_NAME
-from ..planning.geometry import load_config
 from ..report import held_bytes
+from .sources import find_source
 from .tasks import Case, build_case
 
 # A small trained decoder that comes with the package.
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
-GGUF_EXTRA = "pip install gguf accelerate"
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One greedy run.
+    """One run.
 
     tokens:           ids generated; `text` is what they say
-    nbytes:           bytes of the cache at the end; `bytes_16bit` the keys and values held would take
+    nbytes:           bytes of the cache at the end, in the `dtype` that the model runs in
+    bytes_16bit:      those that the keys and values held would take at 16 bits
     prefill_seconds:  until the first token
     tokens_per_second: of those after the first
+    nbytes_16bit:     bytes of the same cache in a 16-bit model, where exact tokens take 2 bytes an element
+    held:             in words, what the cache holds and what it saves (`CacheReport.held_line`); "" of the 16-bit cache
     """
 
     name: str
@@ -39,15 +40,19 @@ class Generated:
     bytes_16bit: int
     prefill_seconds: float
     tokens_per_second: float
+    dtype: str
+    nbytes_16bit: int
+    held: str = ""
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than at 16 bits."""
-        return self.bytes_16bit / self.nbytes
+        """How many times smaller a 16-bit model's cache is."""
+        return self.bytes_16bit / self.nbytes_16bit
 
     @property
     def bits_per_element(self) -> float:
-        return 16 * self.nbytes / self.bytes_16bit
+        """Of a 16-bit model's cache."""
+        return 16 * self.nbytes_16bit / self.bytes_16bit
 
     def agreement(self, other: "Generated") -> float:
         """Share of positions with the same token; what one run lacks at the end counts as different."""
@@ -55,31 +60,42 @@ class Generated:
         return sum(a == b for a, b in zip(self.tokens, other.tokens, strict=False)) / length if length else 1.0
 
 
-def load_model(path: str | Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
-    """Model, in eval mode on the GPU if there is one, and tokenizer, from a local folder or a GGUF file.
+def load_model(
+    path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
+) -> tuple[Any, Any]:
+    """Model, in eval mode, and tokenizer, of a folder, a GGUF file or an id on the Hub (`sources`).
 
-    A GGUF file's weights are dequantised to `dtype`.  Raises ValueError unless the folder holds a config or the file is
-    there and the packages that read it are; whatever else is missing, transformers says.
+    dtype:  of the weights; "auto": as stored.  A GGUF file's weights are dequantised, with "auto" to bfloat16 on a GPU
+            and to float32 elsewhere
+    device: by default the GPU if there is one
+
+    Raises ValueError where there is no such model, dtype or device; whatever else is missing, transformers says.
     """
-    source, options = _source(Path(path))
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    if "gguf_file" in options and loading["missing_keys"]:  # transformers draws them at random
+    device = _device(device)
+    source = find_source(path)
+    dtype = (torch.bfloat16 if device.type == "cuda" else torch.float32) if source.gguf and dtype == "auto" else dtype
+    if source.options and not source.gguf:
+        source.config()  # says more about a folder without a config, or with a broken one
+    options = source.options | {"trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=dtype, output_loading_info=True, **options
+    )
+    if source.gguf and loading["missing_keys"]:  # transformers draws them at random
         raise ValueError(f"expected all weights in {Path(path).name}, found none of {sorted(loading['missing_keys'])}")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
-def _source(path: Path) -> tuple[str, dict[str, Any]]:
-    """The folder, and the options of `from_pretrained`, for a model folder or a GGUF file."""
-    if path.suffix != ".gguf":
-        load_config(path)
-        return str(path), {"local_files_only": True}
-    if not path.is_file():
-        raise ValueError(f"expected a GGUF file, got {str(path)!r}, where there is none")
-    for package in ("gguf", "accelerate"):  # transformers reads GGUF files with these
-        if find_spec(package) is None:
-            raise ValueError(f"expected the package {package} to read {path.name}, found none; {GGUF_EXTRA}")
-    return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
+def _device(name: torch.device | str | None) -> torch.device:
+    """The device of that name, which must be here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"expected a device such as cpu or cuda:1, got {name!r}: {error}") from None
+    return device
 
 
 def make_cache(model: Any, preset: str | None, **cache_kwargs: Any) -> DynamicCache:
@@ -105,39 +121,49 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | torch.Tensor,
     cache: DynamicCache,
     max_new_tokens: int,
     name: str = "",
     streamer: BaseStreamer | None = None,
+    **sampling: Any,
 ) -> Generated:
-    """Greedy `model.generate` on `cache`, timed.  Raises ValueError on an empty prompt or no tokens to make."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    length = inputs["input_ids"].shape[1]
+    """`model.generate` on `cache`, timed; greedy, unless `sampling` has other arguments of it.
+
+    prompt: a text, or its token ids [1, T]
+
+    Raises ValueError on an empty prompt or no tokens to make.
+    """
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"] if isinstance(prompt, str) else prompt
+    ids = ids.to(model.device)
+    length = ids.shape[1]
     if not length or max_new_tokens < 1:
         raise ValueError(f"expected a prompt and max_new_tokens of 1 or more, got {length} tokens and {max_new_tokens}")
-    clock = _Clock(streamer)
+    clock = Clock(streamer)
     out = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=max_new_tokens,
-        do_sample=False,
         streamer=clock,
+        **({"do_sample": False} | sampling),
     )
     tokens = out[0, length:].tolist()
-    nbytes, bytes_16bit = cache_bytes_held(cache)
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return Generated(name, text, tuple(tokens), nbytes, bytes_16bit, clock.first_seconds, clock.rate)
+    dtype = f"{model.dtype}".removeprefix("torch.")
+    nbytes, bytes_16bit, nbytes_16bit, held = _cache_held(cache)
+    speed = clock.first_seconds, clock.rate
+    return Generated(name, text, tuple(tokens), nbytes, bytes_16bit, *speed, dtype, nbytes_16bit, held)
 
 
-def cache_bytes_held(cache: DynamicCache) -> tuple[int, int]:
-    """Bytes of a cache, and what its keys and values would take at 16 bits."""
+def _cache_held(cache: DynamicCache) -> tuple[int, int, int, str]:
+    """Bytes of a cache, of its keys and values at 16 bits, of the same cache in a 16-bit model; the same in words."""
     if isinstance(cache, TurboQuantCache):
         report = cache.report()
-        return report.nbytes, report.bytes_16bit
-    held = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    return sum(map(held_bytes, cache.layers)), sum(2 * x.numel() for x in held if x is not None)
+        return report.nbytes, report.bytes_16bit, report.nbytes_16bit, report.held_line()
+    pairs = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    exact = sum(2 * x.numel() for x in pairs if x is not None)
+    return sum(map(held_bytes, cache.layers)), exact, exact, ""
 
 
 def run_demo(
@@ -160,7 +186,7 @@ def run_demo(
     return runs
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """Notes when tokens come, and hands them on."""
 
     def __init__(self, streamer: BaseStreamer | None) -> None:

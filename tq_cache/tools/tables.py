@@ -27,24 +27,27 @@ def demo_table(case: Case, runs: Sequence[Generated], device: torch.device) -> T
     question = " ".join(case.prompt.rsplit("\n\n", 1)[-1].split())
     table.title = f"a story of {case.length:,} tokens, then: {question}   (told in the story: {case.answer})"
     for run in runs:
-        row = [run.name, _one_line(run.text, 80), f"{run.agreement(runs[0]):.0%}", f"{run.nbytes:,}"]
-        table.add_row(*row, f"{run.bits_per_element:.2f}", f"{run.ratio:.2f}x", f"{run.tokens_per_second:.1f}")
-    table.caption = (
+        row = [run.name, _one_line(run.text, 80), f"{run.agreement(runs[0]):.0%}", f"{run.nbytes_16bit:,}"]
+        smaller = f"{run.ratio:.2f}x" if run.ratio >= 1 else "not yet"
+        table.add_row(*row, f"{run.bits_per_element:.2f}", smaller, f"{run.tokens_per_second:.1f}")
+    notes = [
         f"agreement: share of {len(runs[0].tokens)} tokens equal to those with the 16-bit cache; KV bytes: all that a "
         f"cache holds, its newest tokens in the model's dtype too; computed by: {describe(device)}"
-    )
+    ]
+    if runs[0].nbytes != runs[0].nbytes_16bit:
+        notes.append(
+            f"the model runs in {runs[0].dtype} on {device.type}; KV bytes are those of the same caches in a 16-bit "
+            "model, as it runs on a GPU"
+        )
+    if any(run.ratio < 1 for run in runs):
+        notes.append("not yet: few tokens are packed so far; try a longer --prompt-tokens")
+    table.caption = "\n".join(notes)
     return table
 
 
 def generated_line(run: Generated) -> str:
     """What one run took, in words."""
-    size = f"{run.ratio:.2f}x smaller than 16-bit"
-    if run.ratio <= 1:
-        size = "no smaller than 16-bit: few tokens are packed yet, and there is room for more"
-    return (
-        f"\n{len(run.tokens)} tokens, {run.tokens_per_second:.1f} tokens/s; {run.name} cache: {run.nbytes:,} bytes, "
-        f"{run.bits_per_element:.2f} bits per element, {size} ({run.bytes_16bit:,} bytes)"
-    )
+    return f"\n{len(run.tokens)} tokens, {run.tokens_per_second:.1f} tokens/s; {run.name} cache: {run.held}"
 
 
 def machine_table(machine: Mapping[str, Any]) -> Table:
@@ -137,10 +140,25 @@ def plan_table(plan: MemoryPlan) -> Table:
         table.add_column(f"longest context in {plan.memory / 1e9:.2f} GB", justify="right")
     for row in plan.rows:
         cells = [row.name, f"{row.nbytes:,}", f"{row.nbytes / 1e9:.3f}", f"{row.bits_per_element:.2f}"]
-        longest = [] if row.longest_context is None else [_longest(row.longest_context)]
+        longest = [] if row.longest_context is None else [_longest(row.longest_context, plan.positions)]
         table.add_row(*cells, f"{row.ratio:.2f}x", *longest)
-    table.caption = "bytes after a prefill; a cache that grew by decoding holds up to an eighth more packed memory"
+    table.caption = "\n".join(escape(line) for line in _plan_notes(plan))
     return table
+
+
+def _plan_notes(plan: MemoryPlan) -> list[str]:
+    """What the bytes are of, and what the longest contexts leave room for."""
+    notes = ["bytes after a prefill; a cache that grew by decoding holds up to an eighth more packed memory"]
+    if plan.positions is not None and plan.settings.context > plan.positions:
+        notes.append(f"{plan.settings.context:,} tokens are more than the model has positions ({plan.positions:,})")
+    if plan.memory is None:
+        return notes
+    weights = f"{plan.weights_bytes / 1e9:.2f} GB of weights" if plan.weights_bytes else "no weights"
+    prefill = "no prefill, which is not known"
+    if plan.prefill_bytes is not None:
+        prefill = "the peak of its prefill (fewer with generate(prefill_chunk_size=...))"
+    limit = "" if plan.positions is None else f"; at most the model's {plan.positions:,} positions"
+    return [*notes, f"longest context: beside {weights} and {prefill}{limit}"]
 
 
 def eval_tables(result: EvalResult) -> list[Table]:
@@ -230,8 +248,8 @@ def _dims(layer: LayerGeometry) -> tuple[str, ...]:
     return (kind, str(layer.num_kv_heads), str(layer.key_dim), str(layer.value_dim), window)
 
 
-def _longest(tokens: int) -> str:
-    return "any" if tokens >= MOST_TOKENS else f"{tokens:,}"
+def _longest(tokens: int, positions: int | None) -> str:
+    return "any" if tokens >= MOST_TOKENS else f"{tokens:,}{' (all positions)' if tokens == positions else ''}"
 
 
 def _formats(names: Sequence[str]) -> str:
