@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from offloads import HostCache
-from random_operations import GrowingMachine, Held, known, seeds
+from random_operations import Held, known, seeds
+from random_rules import GrowingMachine
 from token_list import Tokens
 from transformers import CompileConfig, LlamaForCausalLM
 from transformers.generation import GenerationMode
@@ -56,7 +57,6 @@ class EnabledMachine(PreallocatedMachine):
         kwargs: dict[str, Any] = {}
         mode = GenerationMode.GREEDY_SEARCH
         self.model._prepare_cache_for_generation(self.model.generation_config, kwargs, mode, batch, ROOM)
-        self.sequences = batch
         return kwargs["past_key_values"]
 
     @rule(batch=st.integers(1, 2), keeps=st.sampled_from(["nothing", "the cache", *known(LENT, LENT)]), seed=seeds)
@@ -66,7 +66,7 @@ class EnabledMachine(PreallocatedMachine):
         if keeps == LENT:
             before.cache = copy.copy(before.cache) if seed % 2 else None  # the layers alone
         if keeps != "nothing" and len(self.copies) < 2:
-            self.copies.append(before)
+            self.copies.append(before.keep_bits())
         dtype = before.dtype
         del before
         cache = self.cache_of_a_call(batch)

@@ -1,7 +1,8 @@
-"""Sequences of random operations, on every way to hold tokens: see `random_operations`, and `random_ways.run` for seeds."""
+"""Sequences of random operations, on every way to hold tokens: see `random_operations`, of seeds `random_ways.run`."""
 
 import pytest
-from random_ways import EnabledMachine, GrowingMachine, OffloadedMachine, PreallocatedMachine, run
+from random_rules import GrowingMachine
+from random_ways import EnabledMachine, OffloadedMachine, PreallocatedMachine, run
 
 # Sequences by default, and in each of PARTS of the slow tests.
 MACHINES = {

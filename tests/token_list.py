@@ -1,7 +1,7 @@
 """What a cache is to whoever uses it: a plain list of the tokens that it was given.
 
-`Tokens` is that list, of one layer, and the slow judge of what the layer shows.  It knows no storage: only a view of one
-(`KVView`), which says what is exact and what is packed.
+`Tokens` is that list, of one layer, and the slow judge of what the layer shows.  It knows no storage, only a view of
+one (`KVView`), which says what is exact and what is packed.
 """
 
 from dataclasses import dataclass, field
@@ -105,8 +105,8 @@ class Tokens:
         if known is not None:
             assert torch.equal(codes[:, :, :before], known), "bits of a packed token changed"
             held = self.read[role][:, :, first : first + before]
-            pair = (x.masked_fill(~real[:, None, :before, None], 0) for x in (read[:, :, :before], held))
-            assert torch.allclose(*pair, rtol=1e-9, atol=1e-9, equal_nan=True), "bits of a token mean another vector"
+            change = (read[:, :, :before] - held).masked_fill(~real[:, None, :before, None], 0).nan_to_num(0.0)
+            assert change.abs().max() <= 1e-9 * (1 + self.common.abs().max()), "bits of a token mean another vector"
         if count > before:
             new = slice(first + before, first + count)
             given = self.given[role][:, :, new]
@@ -164,6 +164,25 @@ def check_handed_out(x: torch.Tensor, expected: torch.Tensor) -> None:
     assert x.shape == expected.shape and torch.equal(x.isnan(), expected.isnan())
     x, expected = x.nan_to_num(0.0), expected.nan_to_num(0.0)
     assert (x.double() - expected).norm() <= dequantize_budget(x.dtype) * expected.norm(), "another token is shown"
+
+
+def check_gradients(parts: list[list[torch.Tensor]], read: list[torch.Tensor]) -> None:
+    """Those of keys, values and queries of forwards one after the other, over a list of tokens before them.
+
+    Of the sum of all outputs; within a share of their size, since it is what is missing that is looked for.
+    """
+    twins = [[x.detach().double().requires_grad_() for x in part] for part in parts]
+    held, total = [[x] for x in read] or [[], []], torch.zeros((), dtype=torch.float64)
+    for *pair, query in twins:
+        for all_of_role, new in zip(held, pair, strict=True):
+            all_of_role.append(new)
+        keys, values = (torch.cat(x, dim=2).repeat_interleave(query.shape[1] // x[0].shape[1], dim=1) for x in held)
+        seen = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - query.shape[2])
+        total = total + torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen).sum()
+    total.backward()
+    for x, twin in zip(sum(parts, []), sum(twins, []), strict=True):
+        assert x.grad is not None, "a gradient is missing"
+        assert (x.grad - twin.grad).norm() <= 0.05 * twin.grad.norm() + 0.01, "a gradient is partial"
 
 
 def _exact_parts(view: KVView) -> list[torch.Tensor]:
