@@ -33,13 +33,13 @@ KNOWN_FAULTS = {
     "selected by a list",
     "another batch after reset",
     "reset after a load",
+    "NaN in the kernels",
 }
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 32
 MOST_TOKENS = 400  # more take too long
 COUNTS = (1, 1, 2, 7, 63, 64, 65, 130, 200)
 PRESETS = ("tq4", "tq3", "tq2", "k8v4", "3bit_nc", "fp8_e4m3")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What a model does with what an update hands it.
 ATTENDS, READS, FAILS, STEPS = "attends", "reads the tensors", "fails before attention", "attends, and steps on"
 REPLACES, EDITS = "replaces values", "edits values in place"
@@ -86,6 +86,15 @@ class Held:
         return Held(cache, [*cache.layers], [tokens.copy() for tokens in self.tokens], self.dtype)
 
 
+class Module(torch.nn.Module):
+    """What attention asks of the module that calls it."""
+
+    num_key_value_groups, is_causal = QUERY_HEADS // HEADS, True
+
+
+MODULE = Module().eval()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """One cache, and how a model uses it.
 
@@ -96,14 +105,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     cache_class: Any = TurboQuantCache
     options: dict[str, Any] = {}
-    num_layers, device = 1, "cpu"
+    num_layers, device, kernels = 1, "cpu", False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     residuals: tuple[int, ...] = (0, 1, 16, 64, 128)
 
     # --------------------------------------------------------------------------------------------------- the start
 
     @initialize(
         preset=st.sampled_from(PRESETS), residual=st.integers(0, 4), sinks=st.sampled_from([0, 4]),
-        dtype=st.sampled_from(DTYPES), attention=st.sampled_from(["turboquant", "sdpa"]),
+        dtype=st.integers(0, 2), attention=st.sampled_from(["turboquant", "sdpa"]),
         common=st.sampled_from([0, 20]), packs=st.sampled_from([True, True, True, False]),
         prompt=st.sampled_from([0, 1, 64, 130, 200, 300]), batch=st.integers(1, 2),
     )  # fmt: skip
@@ -118,13 +128,13 @@ class CacheMachine(RuleBasedStateMachine):
             num_attention_heads=QUERY_HEADS, num_key_value_heads=HEADS,
         )  # fmt: skip
         self.config._attn_implementation = attention
-        self.module, self.random = torch.nn.Module().eval(), torch.Generator()
-        self.module.num_key_value_groups, self.module.is_causal = QUERY_HEADS // HEADS, True
-        self.common = common * torch.randn(HEADS, DIM, generator=self.random.manual_seed(0)).to(self.device)
+        self.random = torch.Generator()
         residual = self.residuals[residual % len(self.residuals)]
         options = dict(residual_length=residual, sink_tokens=sinks, skip_layers=() if packs else (0,))
         cache = self.make_cache(preset, **options)
-        self.now = Held(cache, [*cache.layers], [Tokens(self.common) for _ in cache.layers], dtype)
+        self.now = Held(
+            cache, [*cache.layers], [Tokens(self.in_common(common)) for _ in cache.layers], self.dtypes[dtype % len(self.dtypes)]
+        )
         self.copies: list[Held] = []
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.may_pack = False
@@ -162,6 +172,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Tokens there is room for in memory of a fixed size; None: it grows."""
         return self.storage.max_length if isinstance(self.storage, PreallocatedStorage) else None
 
+    def in_common(self, size: float) -> torch.Tensor:
+        """What all keys of a text have in common, [H_kv, D]."""
+        return size * torch.randn(HEADS, DIM, generator=self.random.manual_seed(0)).to(self.device)
+
     def draw(self, seed: int, batch: int, count: int, repeated: bool = False) -> list[torch.Tensor]:
         """New keys and values, [B, H_kv, T, D], and queries."""
         self.random.manual_seed(seed)
@@ -169,10 +183,10 @@ class CacheMachine(RuleBasedStateMachine):
         if repeated:
             parts[:2] = parts[:2, :, :, :1].clone()
         query = torch.stack([parts[2], parts[3]], dim=2).flatten(1, 2)
-        return [x.to(self.now.dtype) for x in (parts[0] + self.common[:, None], parts[1].clone(), query)]
+        return [x.to(self.now.dtype) for x in (parts[0] + self.now.tokens[0].common[:, None], parts[1].clone(), query)]
 
     def attend(self, query: torch.Tensor, pair: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        return turboquant_attention(self.module, query, *pair, mask)[0]
+        return turboquant_attention(MODULE, query, *pair, mask)[0]
 
     def roundings(self, by_sdpa: bool) -> Roundings:
         """Of attention; sdpa rounds its operands, the reference does not."""
@@ -207,7 +221,8 @@ class CacheMachine(RuleBasedStateMachine):
             batch = self.storage.batch_size
         if self.length + count > (self.room or MOST_TOKENS):
             count = 1
-        spoiled = content == NAN and not starts.any() and self.length + count > 1  # sdpa gives 0 for one alone
+        spoiled = content == NAN and not (self.kernels and "NaN in the kernels" in KNOWN_FAULTS)
+        spoiled = spoiled and not starts.any() and self.length + count > 1  # sdpa gives 0 for one alone
         for index in range(len(self.now.layers)):
             keys, values, query = self.draw(seed + index, batch, count, content == REPEATS)
             if spoiled:
@@ -228,37 +243,46 @@ class CacheMachine(RuleBasedStateMachine):
     def update(self, index, keys, values, query, starts, then, seed) -> None:
         """One layer's part of a forward: the sizes of its mask, the update, attention."""
         tokens, storage, count = self.now.tokens[index], self.now.layers[index].storage, keys.shape[2]
-        if self.room is not None and self.length + count > self.room:
+        if self.room is not None and tokens.length + count > self.room:
             return self.refused(ValueError, lambda: self.cache.update(keys, values, index))
         width, offset = self.cache.get_mask_sizes(count, index)
-        pair = self.cache.update(keys, values, index)
+        assert offset == 0
         is_step = count == 1 and width == self.room  # one that may be in a graph: all there is room for is handed out
         by_sdpa = not (is_step or tokens.packed)
         tokens.append((keys, values), starts)
-        assert offset == 0 and all(x.shape[2] == width and x.dtype == self.now.dtype for x in pair)
-        if is_step and then != STEPS:  # attention comes when all is done, also the packing
+        mask = tokens.mask(count, width)
+        given = (mask, torch.where(mask, 0.0, -torch.inf).to(keys.dtype), None)[seed % (2 if starts.any() else 3)]
+        if is_step and then in (ATTENDS, STEPS):
+            out = self.step(index, keys, values, query, given)
+        else:
+            pair = self.cache.update(keys, values, index)
+            assert all(x.shape[2] == width and x.dtype == self.now.dtype for x in pair)
+            out = self.attend(query, pair, given) if then in (ATTENDS, STEPS) else None
+        if then == STEPS:
+            return
+        if is_step:  # attention comes when all is done, also the packing
             tokens.check(storage.view(), True, storage.residual_length, storage.preset.center)
-        read = [*tokens.read]
+        read, seen = [*tokens.read], mask[..., : tokens.length]
         if then == READS:
             for x, expected in zip(pair, read, strict=True):
                 check_handed_out(x[:, :, : tokens.length] + 0, expected)
         elif then == KEEPS and not is_step and (type(pair[0]) is torch.Tensor or KEEPS_HANDLES not in KNOWN_FAULTS):
             self.kept += [*zip(pair, read, strict=True)]
-        elif then in (ATTENDS, STEPS, REPLACES, EDITS):
-            mask = tokens.mask(count, width)
-            given = (mask, torch.where(mask, 0.0, -torch.inf).to(keys.dtype), None)[seed % (2 if starts.any() else 3)]
-            if then == REPLACES:
-                pair = pair[0], pair[1] * 2
+        elif then == REPLACES:
+            read = [read[0], read[1] * 2]
+            out = self.attend(query, (pair[0], pair[1] * 2), given)
+        elif then == EDITS:
+            read = [read[0], read[1] * 2]
             try:
-                pair = (pair[0], pair[1].mul_(2)) if then == EDITS else pair
-                out = self.attend(query, pair, given)
+                out = self.attend(query, (pair[0], pair[1].mul_(2)), given)
             except (RuntimeError, ValueError):
-                if then != EDITS:  # which may be refused
-                    raise
-                return
-            if then != STEPS:
-                read = [read[0], read[1] * 2] if then in (REPLACES, EDITS) else read
-                check_attention(out, query, read, mask[..., : tokens.length], self.roundings(by_sdpa))
+                return  # as it may be
+        if out is not None:
+            check_attention(out, query, read, seen, self.roundings(by_sdpa))
+
+    def step(self, index, keys, values, query, mask) -> torch.Tensor:
+        """Update and attention of a single token, in memory of a fixed size: what a graph would have."""
+        return self.attend(query, self.cache.update(keys, values, index), mask)
 
     @invariant()
     def caches_hold_what_they_were_given(self):

@@ -3,15 +3,17 @@
 import copy
 import gc
 import os
+import sys
 import warnings
 from typing import Any
 
 import hypothesis
+import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from offloads import HostCache
-from random_operations import Held, known, seeds
+from random_operations import MODULE, Held, known, seeds
 from random_rules import GrowingMachine
 from token_list import Tokens
 from transformers import CompileConfig, LlamaForCausalLM
@@ -19,6 +21,7 @@ from transformers.generation import GenerationMode
 
 import tq_cache
 from tq_cache import TurboQuantCache
+from tq_cache.hf.attention import turboquant_attention
 
 LENT = "memory that enable lent"
 ROOM = 330  # tokens: little, so that it is met
@@ -59,8 +62,11 @@ class EnabledMachine(PreallocatedMachine):
         self.model._prepare_cache_for_generation(self.model.generation_config, kwargs, mode, batch, ROOM)
         return kwargs["past_key_values"]
 
-    @rule(batch=st.integers(1, 2), keeps=st.sampled_from(["nothing", "the cache", *known(LENT, LENT)]), seed=seeds)
-    def another_call(self, batch, keeps, seed):
+    @rule(
+        batch=st.integers(1, 2), keeps=st.sampled_from(["nothing", "the cache", *known(LENT, LENT)]),
+        common=st.sampled_from([0, 20]), seed=seeds,
+    )  # fmt: skip
+    def another_call(self, batch, keeps, common, seed):
         """It begins with an empty cache, and changes nothing that somebody kept of the one before."""
         before, self.now = self.now, None
         if keeps == LENT:
@@ -70,13 +76,44 @@ class EnabledMachine(PreallocatedMachine):
         dtype = before.dtype
         del before
         cache = self.cache_of_a_call(batch)
-        self.now = Held(cache, [*cache.layers], [Tokens(self.common) for _ in cache.layers], dtype)
+        self.now = Held(cache, [*cache.layers], [Tokens(self.in_common(common)) for _ in cache.layers], dtype)
+
+
+class CompiledMachine(PreallocatedMachine):
+    """Steps are compiled in one graph; sequence after sequence, in the memory of the first, as `enable` has it."""
+
+    residuals, dtypes = (64,), (torch.float32,)
+    compiles: dict[str, Any] = dict(fullgraph=True, backend="eager")
+    pool: dict[str, tuple[Any, Any]] = {}  # caches and their steps: compiling each anew would take too long
+
+    def make_cache(self, preset, skip_layers, **options):
+        name = f"{type(self).__name__} {preset}"
+        if name not in self.pool:
+            self.config._attn_implementation = "turboquant"
+            cache = super().make_cache(preset, skip_layers=(), **options)
+
+            def step(keys, values, query, mask):
+                return turboquant_attention(MODULE, query, *cache.update(keys, values, 0), mask)[0]
+
+            self.pool[name] = cache, torch.compile(step, **self.compiles)
+        cache, self.compiled = self.pool[name]
+        cache.config._attn_implementation = "turboquant"
+        cache.reset()
+        self.pooled = cache
+        return cache
+
+    def step(self, index, keys, values, query, mask):
+        own = self.cache is self.pooled and self.cache.config._attn_implementation == "turboquant"
+        if not own or mask is None or mask.dtype != torch.bool:
+            return super().step(index, keys, values, query, mask)
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.compiled(keys, values, query, mask).clone()  # the next step writes where it is
 
 
 def run(machine: Any, sequences: int, part: int = 0, steps: int = 12) -> None:
     """Run so many sequences of random operations, the same ones for the same part and the same `--seed`."""
     seed = 1000 * int(os.environ.get("TQ_TEST_SEED", "0")) + part
-    print(f"{machine.__name__}: {sequences} sequences of seed {seed}")
+    print(f"{machine.__name__}: {sequences} sequences of seed {seed}", file=sys.stderr)
     settings = hypothesis.settings(
         max_examples=sequences,
         stateful_step_count=steps,

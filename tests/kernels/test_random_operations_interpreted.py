@@ -1,0 +1,62 @@
+"""Sequences of random operations (`random_operations`) with the kernels in Triton's interpreter.
+
+`python tests/kernels/test_random_operations_interpreted.py interpret MACHINE SEQUENCES PART` runs them.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from error_budget import Roundings
+from kernel_harness import print_line, run_script
+from random_operations import CacheMachine
+from random_rules import GrowingMachine
+from random_ways import PreallocatedMachine, run
+
+
+class Interpreted(CacheMachine):
+    """What the kernels compute, though nothing here is a GPU's."""
+
+    kernels = True
+    dtypes = (torch.float32,)
+
+    def roundings(self, by_sdpa):
+        return Roundings.of_kernels(torch.float32)
+
+
+class InterpretedGrowing(Interpreted, GrowingMachine):
+    pass
+
+
+class InterpretedPreallocated(Interpreted, PreallocatedMachine):
+    pass
+
+
+MACHINES: dict[str, Any] = dict(growing=InterpretedGrowing, preallocated=InterpretedPreallocated)
+
+
+def interpret(machine: str, sequences: str, part: str) -> None:
+    from tq_cache import backends
+    from tq_cache.backends import triton
+
+    backends._choose = lambda *_: triton  # which no CPU has
+    torch.set_num_threads(1)
+    run(MACHINES[machine], int(sequences), int(part), steps=6)
+    print_line(machine)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_kernels_keep_a_list_of_tokens(machine):
+    assert run_script(__file__, "interpret", machine, "5", "0", interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(1, 5))
+@pytest.mark.parametrize("machine", MACHINES)
+def test_kernels_keep_a_list_of_tokens_for_long(machine, part):
+    assert run_script(__file__, "interpret", machine, "50", str(part), interpret=True)
+
+
+if __name__ == "__main__":
+    interpret(*sys.argv[2:])
