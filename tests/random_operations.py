@@ -106,6 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
     cache_class: Any = TurboQuantCache
     options: dict[str, Any] = {}
     num_layers, device, kernels = 1, "cpu", False
+    only_batch: int | None = None  # sequences of all texts; None: any number
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     residuals: tuple[int, ...] = (0, 1, 16, 64, 128)
 
@@ -133,7 +134,10 @@ class CacheMachine(RuleBasedStateMachine):
         options = dict(residual_length=residual, sink_tokens=sinks, skip_layers=() if packs else (0,))
         cache = self.make_cache(preset, **options)
         self.now = Held(
-            cache, [*cache.layers], [Tokens(self.in_common(common)) for _ in cache.layers], self.dtypes[dtype % len(self.dtypes)]
+            cache,
+            [*cache.layers],
+            [Tokens(self.in_common(common)) for _ in cache.layers],
+            self.dtypes[dtype % len(self.dtypes)],
         )
         self.copies: list[Held] = []
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -217,6 +221,8 @@ class CacheMachine(RuleBasedStateMachine):
         starts = torch.tensor([min(start, count - 1) for start in padding])
         if self.length:
             batch, starts = self.batch, self.now.tokens[0].starts
+        elif self.only_batch:
+            batch = self.only_batch
         elif self.room and self.storage.states is not None and "another batch after reset" in KNOWN_FAULTS:
             batch = self.storage.batch_size
         if self.length + count > (self.room or MOST_TOKENS):

@@ -90,10 +90,9 @@ class Tokens:
         if not view.packed_length:
             return
         assert not before or self.first == first
-        self.first, codes = first, self.codes or [None, None]
-        self.codes = [
-            self._check_packed(role, view, codes[role], "key value".split()[role] in center) for role in (0, 1)
-        ]
+        self.first = first
+        known = self.codes or (None, None)
+        self.codes = [self._check_packed(role, view, known[role], "key" in center and role == 0) for role in (0, 1)]
 
     def _check_packed(self, role: int, view: KVView, known: torch.Tensor | None, centered: bool) -> torch.Tensor:
         """The bits of known tokens are the same, new ones are near what was given; returns all bits."""
@@ -111,7 +110,7 @@ class Tokens:
             new = slice(first + before, first + count)
             given = self.given[role][:, :, new]
             alone = read_back(given, states.role, states.format, states.calibration)
-            self._check_error(given.double(), read[:, :, before:], alone, real[:, before:], centered and role == 0)
+            self._check_error(given.double(), read[:, :, before:], alone, real[:, before:], centered)
         self.read[role] = self.read[role].clone()
         self.read[role][:, :, first : first + count] = read
         return codes
