@@ -117,8 +117,9 @@ class CacheMachine(RuleBasedStateMachine):
         dtype=st.integers(0, 2), attention=st.sampled_from(["turboquant", "sdpa"]),
         common=st.sampled_from([0, 20]), packs=st.sampled_from([True, True, True, False]),
         prompt=st.sampled_from([0, 1, 64, 130, 200, 300]), batch=st.integers(1, 2),
+        content=st.sampled_from(["random", "random", *known(REPEATS)]),
     )  # fmt: skip
-    def make(self, preset, residual, sinks, dtype, attention, common, packs, prompt, batch):
+    def make(self, preset, residual, sinks, dtype, attention, common, packs, prompt, batch, content):
         """A cache knows its model's config and its options; it learns all else from the first tokens.
 
         common: how large is what all keys have in common
@@ -143,7 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.may_pack = False
         if prompt:
-            self.forward(prompt, batch, (0, 0), "random", ATTENDS, 0)
+            self.forward(prompt, batch, (0, 0), content, ATTENDS, 0)
 
     def make_cache(self, preset: str, **options: Any) -> TurboQuantCache:
         return self.cache_class(self.config, preset, **options, **self.options)
