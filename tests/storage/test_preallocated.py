@@ -314,3 +314,19 @@ def test_steps_that_nobody_announced_keep_the_calibration_they_met(generator):
     assert storage.first_tokens.done
     assert torch.equal(reference.dequantize(storage.view().key, 192, torch.float32), before)
     assert (before - keys[:, :, 4:196]).norm() < 0.15 * keys[:, :, 4:196].norm()
+
+
+@pytest.mark.parametrize("first", [1, 10, 64])
+def test_a_step_that_is_announced_twice_makes_no_later_one_unseen(first, generator):
+    """A model asks for masks more than once: more steps are counted than come, and the ring is looked at too early."""
+    storage = PreallocatedStorage(PRESETS["tq4"], 64, 0, 330, "reference")
+    keys, values = random_pair(generator, 128)
+    keys = keys + 100
+    storage.append(keys[:, :, :first], values[:, :, :first])
+    storage.before_step()
+    for i in range(first, 128):
+        storage.before_step()
+        torch.ops.tq_cache.update(keys[:, :, i : i + 1], values[:, :, i : i + 1], *flatten(storage.states))
+    assert storage.view().packed_length == 64
+    center = storage.calibration[0].center
+    assert (center - keys[:, :, :127].mean(dim=2, keepdim=True)).abs().max() < 1

@@ -11,7 +11,6 @@ The host waits for what it copies to host memory: the copy is complete when it i
 up to powers of two.
 """
 
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,10 +119,9 @@ class Turns:
         if all(layer.host is None or layer.host.device != host.device for layer in self.layers):
             del self.slots[host.device]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Turns":
-        twin = memo[id(self)] = Turns(self.budget)
-        twin.layers = copy.deepcopy(self.layers, memo)
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have slots of their own."""
+        return vars(self) | {"slots": {}}
 
 
 def _spread(place: int) -> str:
@@ -241,10 +239,11 @@ class OffloadedStorage(GrowingStorage):
             self.leave()
         self.turns.make_fit(self.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedStorage":
-        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
-        twin.__dict__.update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name != "host"})
-        twin.host = None
-        if self.host is not None:
-            twin.leave()
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have host memory of their own."""
+        return vars(self) | {"host": self.host is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"host": None})
+        if state["host"]:
+            self.leave()

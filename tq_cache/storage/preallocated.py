@@ -137,7 +137,7 @@ class PreallocatedStorage(LayerStorage):
         if states.packed_length(length + 1) > states.packed_length(length) and not self.first_tokens.done:
             with torch.inference_mode(False), torch.no_grad():
                 self._calibrate(states, states.view(length))
-            self._seen_length, self._steps = length + 1, 0
+        self._seen_length = length + 1  # with the one that comes
 
     def _see(self, states: PreallocatedStates, length: int) -> None:
         """So many tokens are held: what a graph packed unseen keeps the calibration that it met."""
