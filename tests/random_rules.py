@@ -165,13 +165,16 @@ class GrowingMachine(CacheMachine):
         for x, expected in self.kept:
             check_handed_out(x[:, :, : expected.shape[2]] + 0, expected)
         self.kept.clear()
+        self.may_pack = True  # tokens that waited for queries: whoever asked for the tensor keeps these to itself
 
     @rule(counts=st.lists(st.sampled_from([1, 3, 70]), min_size=1, max_size=2), seed=seeds)
     @precondition(lambda self: "gradients" not in KNOWN_FAULTS and self.length < MOST_TOKENS)
+    @precondition(lambda self: self.now.dtype == torch.float32)
     def train(self, counts, seed):
-        """Gradients are those of attention over tensors, or refused."""
+        """Gradients are those of attention over tensors, or refused; in float32, where rounding hides none."""
         cache, batch, parts, outs = copy.deepcopy(self.cache), self.batch if self.length else 1, [], []
-        if self.length and self.now.tokens[0].starts.any():
+        held = self.now.tokens[0]
+        if self.length and (held.starts.any() or any(x.isnan().any() for x in held.read)):
             return
         try:
             for i, count in enumerate(counts):
@@ -180,4 +183,4 @@ class GrowingMachine(CacheMachine):
             sum(out.sum() for out in outs).backward()
         except (RuntimeError, ValueError):
             return
-        check_gradients(parts, self.now.tokens[0].read)
+        check_gradients(parts, held.read)

@@ -111,7 +111,8 @@ def test_one_way_to_install():
     extras = PROJECT["optional-dependencies"]
     optional = {re.split("[><=;]", name)[0] for extra in ("plot", "gguf", "eval") for name in extras[extra]}
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    sources = [path for folder in ("tq_cache", "kernels/tq_kernels") for path in (ROOT / folder).rglob("*.py")]
+    packages = ("tq_cache", "tq_cli", "kernels/tq_kernels")
+    sources = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     said = {path.name: re.findall(r"pip install ([^\n`;)\"]+)", path.read_text()) for path in pages + sources}
     assert said["README.md"] == ["-e ."] and said["get_started.md"][0] == "-e ."
     named = {name for lines in said.values() for line in lines for name in line.split()} - {"-e", "."}

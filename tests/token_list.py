@@ -155,7 +155,7 @@ def check_attention(
     expected = attention(query, *(x.nan_to_num(0.0) for x in read), mask, query.shape[-1] ** -0.5, roundings)
     unread = spoiled[:, :, None] | ~mask.any(dim=-1)
     found = ratios(torch.where(unread[..., None], expected.out, out.double()), expected.lse, expected)
-    assert max(found) <= 1, found
+    assert max(found.row, found.lse) <= 1, found  # a few rows: the norm of them all is one row's, at half its budget
 
 
 def check_handed_out(x: torch.Tensor, expected: torch.Tensor) -> None:
