@@ -71,6 +71,14 @@ def test_calls_share_memory_and_one_compilation_and_see_nothing_of_each_other(mo
         inputs = prompt(model, length, seed=length)
         assert torch.equal(out, model.generate(**inputs, **FIXED, past_key_values=cache))
     assert enabled.makers[0]._held[0].room == 1024
+    assert {layer.tokens for layer in enabled.report().layers if layer.kind == "full_attention"} == {
+        126 + NEW_TOKENS - 1
+    }
+    assert "last call: compiled: room for 1,024 tokens per sequence; " in repr(enabled)
+    run(model, 100)
+    assert calls[-1][1] == calls[0][1]  # a report leaves the memory to the next call
+    enabled.undo()
+    assert enabled.report().layers[-1].tokens == 100 + NEW_TOKENS - 1
 
 
 def test_who_gets_what_memory(model):
