@@ -60,7 +60,10 @@ def test_calls_share_memory_and_one_compilation_and_see_nothing_of_each_other(mo
     model = build(name, "sdpa")
     enabled = tq_cache.enable(model, **OPTIONS)
     calls, lengths = spy(model), (126, 100, 131, 57, 126)
-    outs = [run(model, length) for length in lengths]
+    outs = [run(model, length) for length in lengths[:-1]]
+    assert enabled.report().layers[-1].tokens == lengths[-2] + NEW_TOKENS - 1
+    assert "last call: compiled: room for 1,024 tokens per sequence; " in repr(enabled)
+    outs.append(run(model, lengths[-1]))  # in the same memory: a report holds nothing
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["graph_break"]
     assert graphs == 1 + (name == "gemma3_text")  # one more before the window is full
@@ -71,14 +74,6 @@ def test_calls_share_memory_and_one_compilation_and_see_nothing_of_each_other(mo
         inputs = prompt(model, length, seed=length)
         assert torch.equal(out, model.generate(**inputs, **FIXED, past_key_values=cache))
     assert enabled.makers[0]._held[0].room == 1024
-    assert {layer.tokens for layer in enabled.report().layers if layer.kind == "full_attention"} == {
-        126 + NEW_TOKENS - 1
-    }
-    assert "last call: compiled: room for 1,024 tokens per sequence; " in repr(enabled)
-    run(model, 100)
-    assert calls[-1][1] == calls[0][1]  # a report leaves the memory to the next call
-    enabled.undo()
-    assert enabled.report().layers[-1].tokens == 100 + NEW_TOKENS - 1
 
 
 def test_who_gets_what_memory(model):
@@ -219,6 +214,9 @@ def test_no_limit_reserves_what_the_model_has_positions_for_and_grows(model, nam
         assert "384 tokens per sequence, of 1,015,808 asked for (the model has 64 positions)" in str(cache.report())
         del cache
     assert torch.equal(out, expected)
+    enabled.undo()
+    assert "384 tokens per sequence, of" in repr(enabled)  # what there was
+    assert enabled.makers[0]._held == [] and enabled.report().layers[0].tokens == 199
 
 
 @pytest.mark.slow
