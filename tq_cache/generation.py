@@ -274,7 +274,7 @@ def enable(model: Any, preset: str = "tq4", **options: Any) -> Enabled:
 
     The model's attention becomes "turboquant".  A cache, `use_cache=False` or a `cache_implementation` that a call is
     given wins.  `with tq_cache.enable(model): ...` undoes it at the end, `tq_cache.disable(model)` at any time; enabled
-    twice, the newest counts.
+    twice, the newest counts.  What is returned says what became of the last call: `report()`, and its `repr`.
 
     Greedy search and sampling on one GPU, by a model that transformers compiles in one graph, run compiled steps on
     preallocated memory, kept for the next call of the same batch size that fits, unless anybody still has the last
