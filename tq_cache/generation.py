@@ -267,8 +267,8 @@ class CacheMaker:
 def enable(model: Any, preset: str = "tq4", **options: Any) -> Enabled:
     """From now on `model.generate()` uses a `TurboQuantCache`, and so does whatever calls it (pipelines, chat loops).
 
-    model:   a transformers model that generates; of one that contains others that generate, these, too. A wrapper of
-             one: PEFT's, torch.compile's, DDP's, or a pipeline
+    model:   a transformers model that generates; of one that contains others that generate, these, too.  Or what
+             wraps one: a PEFT model, torch.compile(model), DDP, a pipeline
     preset, options: as those of `TurboQuantCache`.  `max_cache_len` is the least room that is preallocated: give it
              where the longest call is known, and nothing is ever compiled twice
 

@@ -2,6 +2,7 @@
 
 import warnings
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_an_adapter_with_a_cache_of_its_own_is_warned_of(model, wrapper):
     assert len(said) == 1 and said[0].filename == __file__
 
 
-@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), SimpleNamespace(model=torch.nn.Linear(2, 2)), None])
+@pytest.mark.parametrize(
+    "other", [torch.nn.Linear(2, 2), SimpleNamespace(model=torch.nn.Linear(2, 2)), MagicMock(), None]
+)
 def test_what_wraps_no_model_is_refused(other):
     with pytest.raises(TypeError, match="expected a transformers model that generates"):
         tq_cache.enable(other)

@@ -8,19 +8,25 @@ import torch
 from transformers import PreTrainedModel
 
 OWN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # PEFT types whose prompts are keys and values
+MOST_WRAPPERS = 16  # of one another; what gives a new one for ever (a mock) ends there
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside of wrappers, told by their attributes: none of these packages is imported.
+    """The transformers model inside of wrappers, or what is innermost where there is none.
 
-    Whatever wraps none is returned as it is.
+    Wrappers are told by their attributes: none of these packages is imported.
     """
-    while not isinstance(model, PreTrainedModel):
-        inner = _inner(model)
-        if inner is None or inner is model:
-            return model
-        model = inner
-    return model
+    return _from_outside(model)[-1]
+
+
+def _from_outside(model: Any) -> list[Any]:
+    found = [model]
+    while not isinstance(found[-1], PreTrainedModel) and len(found) < MOST_WRAPPERS:
+        inner = _inner(found[-1])
+        if inner is None:
+            break
+        found.append(inner)
+    return found
 
 
 def _inner(model: Any) -> Any:
@@ -34,8 +40,8 @@ def _inner(model: Any) -> Any:
 
 def warn_of_own_cache(model: Any) -> None:
     """Warn where the active adapter of PEFT puts a cache of its own in place of any other."""
-    while not isinstance(model, PreTrainedModel):
-        kind = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    for wrapper in _from_outside(model)[:-1]:
+        kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
         if kind in OWN_CACHE:
             warnings.warn(
                 f"PEFT's {getattr(kind, 'value', kind)} makes a DynamicCache of its own at every call and puts it in "
@@ -44,10 +50,6 @@ def warn_of_own_cache(model: Any) -> None:
                 stacklevel=3,
             )
             return
-        inner = _inner(model)
-        if inner is None or inner is model:
-            return
-        model = inner
 
 
 def check_generates(model: Any, hook: str) -> None:
