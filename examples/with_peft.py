@@ -17,7 +17,7 @@ name = sys.argv[1] if len(sys.argv) > 1 else EMBEDDED_MODEL
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name).to("cuda" if torch.cuda.is_available() else "cpu")
 model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # or PeftModel.from_pretrained(model, ADAPTER)
-tq_cache.enable(model.get_base_model())
+tq_cache.enable(model)
 
 story = Path(__file__).with_name("story.txt").read_text()
 inputs = tokenizer(f"{story}\n\nQuestion: What is the secret code of Frank?\nAnswer:", return_tensors="pt")

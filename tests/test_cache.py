@@ -335,13 +335,6 @@ def test_a_bad_token_spoils_no_other(preset, bad, generator):
         assert not read[:, 1, 40].isfinite().all()
 
 
-def test_unsupported_attention_arguments_raise():
-    model = build("llama", "turboquant")
-    cache = TurboQuantCache(model.config, residual_length=0)
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(**prompt(model), past_key_values=cache, output_attentions=True)
-
-
 def test_public_names():
     assert set(tq_cache.__all__) >= {"TurboQuantCache", "PRESETS"}
     assert set(TOKEN_BYTES) <= set(PRESETS)

@@ -8,7 +8,6 @@ nothing of caches, ours takes its place.
 import copy
 import functools
 import gc
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -17,39 +16,51 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .cache import TurboQuantCache
 from .compat import decoder_config, warn_if_untested
-from .formats.packing import BLOCK_TOKENS
+from .hf.last_call import COMPILED, LastCall, why_eager, why_growing
 from .hf.lending import is_seen
-from .hf.switch import AttentionBefore, set_attention
+from .hf.switch import AttentionBefore, set_attention, still_reads_packed
+from .hf.wrapped import check_generates, unwrapped, warn_of_own_cache
 from .planning.geometry import model_geometry
 from .planning.memory import token_bytes_of
-from .planning.preallocation import why_not_preallocated
+from .report import CacheReport
 from .storage.checks import checked_count
 from .storage.room import LEAST_ROOM, reserved_room
 
 HOOK = "_prepare_cache_for_generation"
-COMPILED_MODES = ("greedy_search", "sample")  # transformers' GenerationMode; others reorder or crop
-COMPILED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class Enabled:
-    """What `enable` returns.  As a context manager it gives the model, and leaving it undoes that one `enable`."""
+    """What `enable` returns.  As a context manager it gives what was enabled, and leaving it undoes that one `enable`.
 
-    def __init__(self, model: PreTrainedModel, preset: str, options: dict[str, Any]) -> None:
-        self.model = model
+    Its `repr` says the preset, how many layers are packed, and of the last call the bytes, and whether its steps were
+    compiled or why the cache grew.
+    """
+
+    def __init__(self, given: Any, model: PreTrainedModel, preset: str, options: dict[str, Any]) -> None:
+        self.given, self.model = given, model
+        self.last = LastCall()
         self.makers = [CacheMaker(self, module, preset, options) for module in _generating(model)]
         self.attention = AttentionBefore(model)
         try:
-            set_attention(model)
+            self.reads_packed = set_attention(model)
             for maker in self.makers:
                 maker.first()  # what is wrong with the options is said here
+            self.plans = self.makers[0].first().plans
         except BaseException:
             self.attention.restore()
             raise
         for maker in self.makers:
             setattr(maker.module, HOOK, maker.prepare)
 
-    def __enter__(self) -> PreTrainedModel:
-        return self.model
+    def __getstate__(self) -> dict[str, Any]:
+        """Without wrapper and calls, which a copy of the model has not."""
+        return {name: part for name, part in self.__dict__.items() if name not in ("given", "last")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, given=state["model"], last=LastCall())
+
+    def __enter__(self) -> Any:
+        return self.given
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
@@ -59,9 +70,36 @@ class Enabled:
         stack = _stack(self.model)
         if self in stack:
             for enabled in stack[: stack.index(self) + 1]:
+                cache = enabled.last.cache()
                 for maker in enabled.makers:
                     maker.remove()
                 enabled.attention.restore()
+                if cache is not None:
+                    enabled.last.keep(cache)
+
+    def report(self) -> CacheReport:
+        """What the cache of the last call holds, or held when it went; of one that may still be used, as it is now.
+
+        Raises RuntimeError where there is none: no call yet, or one with a cache of its own or without any.
+        """
+        report = self.last.report()
+        if report is None:
+            raise RuntimeError(
+                f"expected a cache that `enable` made for a call of generate(), got {self.last.kind}; call generate(), "
+                "or ask the cache that you gave for its report"
+            )
+        return report
+
+    def __repr__(self) -> str:
+        plans, report = self.last.plans or self.plans, self.last.report()
+        packed = sum(plan.packed for plan in plans)
+        said = [self.last.kind, *([report.room] if report and report.room else [])]
+        empty = report is not None and not any(layer.tokens for layer in report.layers)  # as with PEFT's prefix tuning
+        held = "; it was given no tokens" if empty else f"; {report.held_line()}" if report else ""
+        return (
+            f"Enabled({type(self.model).__name__}, {self.makers[0].preset}: {packed} of {len(plans)} layers packed; "
+            f"last call: {': '.join(said)}{held})"
+        )
 
 
 class Held(NamedTuple):
@@ -132,14 +170,22 @@ class CacheMaker:
         pair = made if isinstance(made, EncoderDecoderCache) else None
         own = made if pair is None else pair.self_attention_cache
         asked = given is not None or generation_config.cache_implementation is not None
-        if asked or self.removed or type(own) is not DynamicCache:
+        if self.removed:
             return result
-        cache = None
-        if pair is None and self._may_compile(generation_config, generation_mode):
+        if asked or type(own) is not DynamicCache:
+            self.enabled.last = LastCall("one that was given its own" if asked else "one without")
+            return result
+        if self.enabled.reads_packed:
+            self.enabled.reads_packed = still_reads_packed(self.enabled.model)
+        cache, why = None, self._why_growing(generation_config, generation_mode)
+        if pair is None and not why:
             sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             cache = self._preallocated(sequences, most, generation_config)
-        cache = copy.deepcopy(self.first()) if cache is None else cache
+        kind = COMPILED
+        if cache is None:
+            cache, kind = copy.deepcopy(self.first()), f"growing: {why or why_eager(self.module, generation_config)}"
+        self.enabled.last = LastCall(kind, cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache if pair is None else type(pair)(cache, pair.cross_attention_cache)
@@ -161,26 +207,9 @@ class CacheMaker:
 
     # ------------------------------------------------------------------------------------- preallocated memory
 
-    def _may_compile(self, generation_config: Any, generation_mode: str | None) -> bool:
-        """Whether the call and the model allow compiled steps; what is left is asked of transformers."""
-        module, first = self.module, self.first()
-        devices = set((getattr(module, "hf_device_map", None) or {}).values())
-        return (
-            generation_mode in COMPILED_MODES
-            and module._can_compile_fullgraph
-            and not module.config.is_encoder_decoder
-            and not why_not_preallocated(module.config)
-            # What is returned may be continued, as far as nobody said how far.
-            and not (generation_config.return_dict_in_generate and self.least_room is None)
-            and not generation_config.is_assistant
-            and not generation_config.prefill_chunk_size  # whose chunks would be compiled
-            and all(plan.kind in COMPILED_KINDS and plan.packable for plan in first.plans)
-            and not self.options.get("offloading")
-            and self.options.get("residual_length", 0) % BLOCK_TOKENS == 0
-            and len(devices) <= 1
-            and not hasattr(module, "_hf_hook")
-            and getattr(module, "_device_mesh", None) is None
-        )
+    def _why_growing(self, generation_config: Any, generation_mode: str | None) -> str:
+        bounded = self.least_room is not None
+        return why_growing(self.module, self.first().plans, self.options, bounded, generation_config, generation_mode)
 
     def _preallocated(self, sequences: int, most: int, generation_config: Any) -> TurboQuantCache | None:
         """A cache with room for so many tokens, in the memory of the last call where it fits; None: no compiled steps.
@@ -235,16 +264,17 @@ class CacheMaker:
         return -(-most // step) * step
 
 
-def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabled:
+def enable(model: Any, preset: str = "tq4", **options: Any) -> Enabled:
     """From now on `model.generate()` uses a `TurboQuantCache`, and so does whatever calls it (pipelines, chat loops).
 
-    model:   a transformers model that generates; of one that contains others that generate, these, too
+    model:   a transformers model that generates; of one that contains others that generate, these, too.  Or what
+             wraps one: a PEFT model, torch.compile(model), DDP, a pipeline
     preset, options: as those of `TurboQuantCache`.  `max_cache_len` is the least room that is preallocated: give it
              where the longest call is known, and nothing is ever compiled twice
 
     The model's attention becomes "turboquant".  A cache, `use_cache=False` or a `cache_implementation` that a call is
     given wins.  `with tq_cache.enable(model): ...` undoes it at the end, `tq_cache.disable(model)` at any time; enabled
-    twice, the newest counts.
+    twice, the newest counts.  What is returned says what became of the last call: `report()`, and its `repr`.
 
     Greedy search and sampling on one GPU, by a model that transformers compiles in one graph, run compiled steps on
     preallocated memory, kept for the next call of the same batch size that fits, unless anybody still has the last
@@ -260,36 +290,26 @@ def enable(model: PreTrainedModel, preset: str = "tq4", **options: Any) -> Enabl
 
     Raises TypeError unless the model is transformers' own and generates, NotImplementedError where its caches are of a
     kind of its own, and what `TurboQuantCache` raises; nothing has changed then.  Warns where the model has an
-    attention of its own, which cannot read packed bits, and, once, where transformers is newer than what was tested.
+    attention of its own, which cannot read packed bits, where an adapter of PEFT has a cache of its own (prefix
+    tuning), and, once, where transformers is newer than what was tested, or at a call whose attention was set since.
     """
     warn_if_untested()
-    _check(model)
-    return Enabled(model, preset, options)
+    inner = unwrapped(model)
+    check_generates(inner, HOOK)
+    enabled = Enabled(model, inner, preset, options)
+    warn_of_own_cache(model)
+    return enabled
 
 
-def disable(model: PreTrainedModel) -> None:
-    """Undo every `enable` of this model: its caches and its attention are what they were.  Else does nothing.
+def disable(model: Any) -> None:
+    """Undo every `enable` of this model, which may be in a wrapper: its caches and its attention are what they were.
+    Else does nothing.
 
     A shallow copy (`copy.copy`) is enabled as long as its original is; models that share a config have their attention
     back once none of them is enabled.
     """
-    if stack := _stack(model):
+    if stack := _stack(unwrapped(model)):
         stack[-1].undo()
-
-
-def _check(model: Any) -> None:
-    """Raise unless the model generates with caches of transformers."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(
-            f"expected a transformers model that generates (AutoModelForCausalLM, ...), got {type(model).__name__}; "
-            "of a wrapper (PEFT, DDP, torch.compile) give the model inside: get_base_model(), .module, ._orig_mod"
-        )
-    takes = inspect.signature(getattr(type(model), HOOK)).parameters
-    if "model_kwargs" not in takes or not model._supports_default_dynamic_cache():
-        raise NotImplementedError(
-            f"{type(model).__name__} makes caches of its own in generate(), which cannot be replaced; see whether it "
-            "takes past_key_values=TurboQuantCache(model.config)"
-        )
 
 
 def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:

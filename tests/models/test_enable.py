@@ -316,10 +316,10 @@ def test_a_model_with_caches_of_its_own_is_refused(model, monkeypatch):
 def test_hooks_of_several_devices_take_a_growing_cache(model):
     enabled = tq_cache.enable(model)
     config = SimpleNamespace(return_dict_in_generate=False, is_assistant=False, prefill_chunk_size=None)
-    mode = tq_cache.generation.COMPILED_MODES[0]
-    assert enabled.makers[0]._may_compile(config, mode)
+    mode = "greedy_search"
+    assert enabled.makers[0]._why_growing(config, mode) == ""
     model._hf_hook = object()
-    assert not enabled.makers[0]._may_compile(config, mode)
+    assert enabled.makers[0]._why_growing(config, mode) == "hooks of accelerate"
     del model._hf_hook
     model.hf_device_map = {"a": 0, "b": 1}
-    assert not enabled.makers[0]._may_compile(config, mode)
+    assert enabled.makers[0]._why_growing(config, mode) == "several devices"

@@ -60,7 +60,10 @@ def test_calls_share_memory_and_one_compilation_and_see_nothing_of_each_other(mo
     model = build(name, "sdpa")
     enabled = tq_cache.enable(model, **OPTIONS)
     calls, lengths = spy(model), (126, 100, 131, 57, 126)
-    outs = [run(model, length) for length in lengths]
+    outs = [run(model, length) for length in lengths[:-1]]
+    assert enabled.report().layers[-1].tokens == lengths[-2] + NEW_TOKENS - 1
+    assert "last call: compiled: room for 1,024 tokens per sequence; " in repr(enabled)
+    outs.append(run(model, lengths[-1]))  # in the same memory: a report holds nothing
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["graph_break"]
     assert graphs == 1 + (name == "gemma3_text")  # one more before the window is full
@@ -211,6 +214,9 @@ def test_no_limit_reserves_what_the_model_has_positions_for_and_grows(model, nam
         assert "384 tokens per sequence, of 1,015,808 asked for (the model has 64 positions)" in str(cache.report())
         del cache
     assert torch.equal(out, expected)
+    enabled.undo()
+    assert "384 tokens per sequence, of" in repr(enabled)  # what there was
+    assert enabled.makers[0]._held == [] and enabled.report().layers[0].tokens == 199
 
 
 @pytest.mark.slow

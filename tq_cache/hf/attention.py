@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging
 
 from ..backends import choose_backend
 from ..backends.masks import causal, with_indices
@@ -19,6 +20,8 @@ from .graph_ops import PreallocatedHandle, attend_handles, mask_of, shown
 from .handles import paired_view, plain
 from .latent import Record, plain_record
 from .masks import with_bias
+
+logger = logging.get_logger(__name__)
 
 
 def turboquant_attention(
@@ -147,9 +150,13 @@ def _sink_logits(sinks: torch.Tensor | None, s_aux: torch.Tensor | None) -> torc
 
 
 def _refuse(kwargs: dict[str, Any], dropout: float, module: torch.nn.Module) -> None:
-    """Raise on arguments that change the result and are not supported here."""
-    if kwargs.get("output_attentions"):
-        raise ValueError("expected output_attentions=False, got True: packed attention forms no weights; use eager")
+    """Raise on arguments that change the result and are not supported here; say, once, that there are no weights."""
+    # As transformers' sdpa, which has no weights to return either; a prefill is not compiled, and says it.
+    if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "expected output_attentions=False, got True: attention over packed bits forms no weights, so none are "
+            'returned; for weights call tq_cache.disable(model) and model.set_attn_implementation("eager")'
+        )
     if dropout and module.training:
         raise NotImplementedError("attention dropout is not supported by 'turboquant'; call model.eval() or use sdpa")
     for name in ("block_indices", "head_mask", "cache"):

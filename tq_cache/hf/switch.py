@@ -63,18 +63,34 @@ def _attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
     return [(config, config._attn_implementation) for config in found.values()]
 
 
-def set_attention(model: PreTrainedModel) -> None:
-    """`attn_implementation="turboquant"`, or one warning that says why not."""
+def set_attention(model: PreTrainedModel) -> bool:
+    """`attn_implementation="turboquant"`, or one warning that says why not.  Returns whether it could be set."""
     settable = any(x._can_set_attn_implementation() for x in model.modules() if isinstance(x, PreTrainedModel))
     if settable and not set(layer_kinds(decoder_config(model.config))) & set(BLOCK_SPARSE):
         model.set_attn_implementation(ATTENTION_NAME)
         for part in model.modules():  # 5.17 leaves out a part whose config is another one of the model's own class (T5)
             if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation():
                 part.set_attn_implementation(ATTENTION_NAME)
-    if decoder_config(model.config)._attn_implementation != ATTENTION_NAME:
+    is_set = decoder_config(model.config)._attn_implementation == ATTENTION_NAME
+    if not is_set:
         warnings.warn(
             f"{type(model).__name__} has an attention of its own, which cannot read packed bits: each layer gets all "
             "its keys and values dequantised at every step.  Memory is saved between layers and steps, but a step is "
             "slower than with a 16-bit cache, the more so the longer the text",
             stacklevel=4,
         )
+    return is_set
+
+
+def still_reads_packed(model: PreTrainedModel) -> bool:
+    """Whether the attention is that of `set_attention`; a warning if it is not."""
+    attention = decoder_config(model.config)._attn_implementation
+    if attention == ATTENTION_NAME:
+        return True
+    warnings.warn(
+        f"expected the attention that enable set, {ATTENTION_NAME!r}, got {attention!r}, which cannot read packed "
+        "bits: each layer gets all its keys and values dequantised at every step. Call model.set_attn_implementation("
+        f"{ATTENTION_NAME!r}), or tq_cache.disable(model) for a 16-bit cache",
+        stacklevel=5,
+    )
+    return False
