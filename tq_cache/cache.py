@@ -24,8 +24,8 @@ from .compat import (
 )
 from .formats.presets import EXACT, Preset, resolve_preset
 from .hf.caller import Caller
-from .hf.layers import PackedLayer, PreallocatedLayer, newest_pair, packed_layer
-from .hf.room import WithRoom
+from .hf.layers import PackedLayer, PreallocatedLayer, packed_layer
+from .hf.room import WithRoom, newest_pair
 from .planning.geometry import kv_heads, latent_layers, unpackable_layers
 from .planning.layers import PACKABLE, WITHOUT_KV, LayerPlan, plan_layers
 from .planning.preallocation import checked_max_cache_len
@@ -332,7 +332,7 @@ class TurboQuantCache(WithRoom, Saveable, DynamicCache):
     def report(self) -> CacheReport:
         """What is stored, per layer and in all; `print` shows it as a table."""
         slots = self._turns.nbytes if self._turns else 0
-        room = "" if self._room is None else str(self._room)
+        room = "" if self._room is None else str(self._room_now(self._room))
         return make_report(self.preset, self.plans, self.layers, self.scales, self._kv_heads, slots, room)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboQuantCache":

@@ -57,12 +57,6 @@ def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors, views included, share this one's memory.  PyTorch counts them, and offers no public way."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage`
-
-
 def decoder_config(config: Any) -> PreTrainedConfig:
     """The part of a config that describes the decoder.  Raises TypeError or ValueError unless it can have a cache."""
     if not isinstance(config, PreTrainedConfig):

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from .cache import TurboQuantCache
 from .compat import decoder_config, warn_if_untested
 from .hf.last_call import COMPILED, LastCall, why_eager, why_growing
-from .hf.lending import is_seen
+from .hf.lending import Loan, lend
 from .hf.switch import AttentionBefore, set_attention, still_reads_packed
 from .hf.wrapped import check_generates, unwrapped, warn_of_own_cache
 from .planning.geometry import model_geometry
@@ -103,11 +103,12 @@ class Enabled:
 
 
 class Held(NamedTuple):
-    """Preallocated memory: its cache, lent to the last call, tokens that it may hold, and what it was made for."""
+    """Preallocated memory: its cache, tokens that it may hold, what it was made for, and the loan to the last call."""
 
     cache: TurboQuantCache
     room: int
     made_for: tuple[Any, ...]
+    loan: Loan
 
 
 class CacheMaker:
@@ -185,7 +186,7 @@ class CacheMaker:
         kind = COMPILED
         if cache is None:
             cache, kind = copy.deepcopy(self.first()), f"growing: {why or why_eager(self.module, generation_config)}"
-        self.enabled.last = LastCall(kind, cache)
+        self.enabled.last = LastCall(kind, self._held[0].cache if kind == COMPILED else cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache if pair is None else type(pair)(cache, pair.cross_attention_cache)
@@ -214,20 +215,20 @@ class CacheMaker:
     def _preallocated(self, sequences: int, most: int, generation_config: Any) -> TurboQuantCache | None:
         """A cache with room for so many tokens, in the memory of the last call where it fits; None: no compiled steps.
 
-        While anybody has what was lent, as a user may who was given it, or a part of it, its memory is not used again.
+        What is lent is a twin of the cache held.  While anybody has the twin, as a user may who was given it, or a part
+        of it, its memory is not used again.
         """
         example = [held.cache for held in self._held] or [self._make(LEAST_ROOM)]  # not taken: it may have to stay
         if not self.module._valid_auto_compile_criteria({"past_key_values": example[0]}, generation_config):
             return None
-        del example
         try:
             held: Held | None = self._held.pop()
         except IndexError:
             held = None
         made_for = self._made_for(sequences)
-        if held is not None and is_seen(held):
+        if held is not None and held.loan.is_held:
             gc.collect()  # a compilation leaves cycles that nobody needs, with the cache in them
-        if held is not None and (held.made_for != made_for or is_seen(held)):
+        if held is not None and (held.made_for != made_for or held.loan.is_held):
             held = None
         most = max(most, self.least_room or 0)
         if held is None or held.room < most:
@@ -237,8 +238,9 @@ class CacheMaker:
         else:
             room, cache = held.room, held.cache
             cache.reset()
-        self._held[:] = [Held(cache, room, made_for)]
-        return cache
+        lent, loan = lend(cache)
+        self._held[:] = [Held(cache, room, made_for, loan)]
+        return lent
 
     def _reserve(self, cache: TurboQuantCache, sequences: int, limit: int) -> None:
         """Reserve no more of `limit` than the device and the model's positions suggest: the rest follows."""

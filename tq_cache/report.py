@@ -11,7 +11,8 @@ import torch
 from .checkpoint.scales import RoleScales
 from .formats.packing import BLOCK_TOKENS
 from .formats.presets import Preset, Role
-from .hf.layers import PackedLayer, newest_keys
+from .hf.layers import PackedLayer
+from .hf.room import newest_keys
 from .parallel import rank_and_world
 from .planning.layers import LayerPlan
 from .storage.base import LayerStorage

@@ -74,19 +74,24 @@ def test_static_layer_on_cuda(name, dtype):
 
 
 def test_the_form_is_chosen():
-    """On Hopper tokens are rows of the dots where codes are of 8 or 4 bits and there are few columns."""
+    """On Hopper tokens are rows of the dots where codes are of 8 or 4 bits and there are few columns.
+
+    Of 8 bits only if packed tokens fill their blocks: what is behind them may be NaN.
+    """
     from tq_kernels.launch import Launch
 
     launched, run = [], Launch.run
     Launch.run = lambda launch: (launched.append(launch.program.kernel.__name__), run(launch))
     try:
-        for latent, heads in (("tq4", 16), ("fp8_e4m3", 40), ("tq3", 16), ("tq4", 128)):
-            case = Case(latent, "int8", 512, 64, heads=heads)
+        for latent, heads, tokens in (
+            ("tq4", 16, 330), ("fp8_e4m3", 40, 320), ("fp8_e4m3", 40, 330), ("tq3", 16, 320), ("tq4", 128, 320)
+        ):  # fmt: skip
+            case = Case(latent, "int8", 512, 64, tokens, heads=heads)
             view, queries = case.view("cuda", torch.bfloat16), make_queries(case, 1, "cuda", torch.bfloat16)
             launched.clear()
             run_kernel(case, queries, view, None, None, {})
             hopper = torch.cuda.get_device_capability() == (9, 0)
-            rows = hopper and latent != "tq3" and heads < 128
+            rows = hopper and latent != "tq3" and heads < 128 and (latent, tokens) != ("fp8_e4m3", 330)
             assert launched == [
                 "latent_query_kernel", "latent_rows_kernel" if rows else "latent_kernel", "latent_merge_kernel"
             ]  # fmt: skip

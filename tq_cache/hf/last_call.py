@@ -20,7 +20,7 @@ class LastCall:
     """The last call's cache, referred to weakly, and what became of it: "compiled", "growing: beam search".
 
     When a growing cache goes, its report is made and kept, and its memory is free.  A preallocated one stays with its
-    maker; another reference would make it one that somebody still has (`is_seen`).
+    maker, who lends twins of it.
     """
 
     def __init__(self, kind: str = "none yet", cache: Any = None) -> None:

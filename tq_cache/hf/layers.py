@@ -26,6 +26,10 @@ from .handles import KVHandle, materialize, owned
 from .latent import Update
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+NOT_TO_BE_SET = (
+    "expected no assignment to the keys or values of a packed layer, which are derived from its bits; change them "
+    "before update(), remove tokens by crop() and sequences by batch_select_indices(), or use a DynamicCache"
+)
 
 
 class PackedLayer(DynamicLayer):
@@ -45,6 +49,7 @@ class PackedLayer(DynamicLayer):
         self.is_initialized = False
         # The first token held that came with gradients, which no layer keeps.
         self.gradients_lost_from: int | None = None
+        self._first: KVView | None = None  # of the first update, while nothing else has happened since
 
     # keys and values are derived, never held
     @property
@@ -54,7 +59,7 @@ class PackedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, _: Any) -> None:
-        raise _not_to_be_set("keys")
+        raise AttributeError(NOT_TO_BE_SET)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -63,7 +68,7 @@ class PackedLayer(DynamicLayer):
 
     @values.setter
     def values(self, _: Any) -> None:
-        raise _not_to_be_set("values")
+        raise AttributeError(NOT_TO_BE_SET)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -86,7 +91,9 @@ class PackedLayer(DynamicLayer):
             reads_bits = False
             self.path = "expanded: torch.compile traces only steps of preallocated memory (max_cache_len)"
         view = self.storage.append(key_states, value_states, queries_follow=bool(reads_bits))
+        self._first = None
         if not reads_bits and self.storage.packs and view.length == key_states.shape[2]:
+            self._first = view
             view = replace(view, observe=partial(self._begin_again, view))
         if torch.is_grad_enabled():
             reads_bits = reads_bits and not self._takes_gradients(key_states, value_states)
@@ -119,7 +126,7 @@ class PackedLayer(DynamicLayer):
 
     def _begin_again(self, view: KVView, query: torch.Tensor | None, *shown: Any) -> None:
         """The first tokens were packed by keys alone, and their queries come all the same: pack them by these."""
-        if query is not None and self.storage.length == view.length:
+        if query is not None and self._first is view:
             self.storage.clear()
             again = self.storage.append(view.tail_keys, view.tail_values, queries_follow=True)
             if again.observe is not None:
@@ -135,22 +142,25 @@ class PackedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if self.storage.length:  # a layer that shares another's keys holds an indexer's alone (Mistral Large 4)
             self.storage.crop(length_after_crop(tokens_to_remove, self.storage.length))
+            self._first = None
             if self.gradients_lost_from is not None and self.storage.length <= self.gradients_lost_from:
                 self.gradients_lost_from = None
 
     def reset(self) -> None:
         self.storage.clear()
-        self.gradients_lost_from = None
+        self.gradients_lost_from = self._first = None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._first = None
         self.storage.repeat(repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences: integers or bools, as a tensor, a list or a tuple."""
+        self._first = None
         if self.storage.batch_size is not None:
             self.storage.select(checked_sequences(indices, self.storage.batch_size))
 
@@ -184,6 +194,7 @@ class PreallocatedLayer(PackedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        self._flatten_loaded()
         if self.flat is None or key_states.shape[2] > 1:
             compiling = torch.compiler.is_compiling()
             return outside_graph(PreallocatedLayer._append, self, key_states, value_states, compiling)
@@ -234,6 +245,11 @@ class PreallocatedLayer(PackedLayer):
         super().place(key_states)
         self.flatten()
 
+    def _flatten_loaded(self) -> None:
+        """Of a cache that was loaded: no update has taken its memory yet."""
+        if self.flat is None and not torch.compiler.is_compiling():
+            self.flatten()
+
     def flatten(self) -> None:
         """Take the storage's memory, which is another one since tokens were moved."""
         if self.storage.states is not None:
@@ -248,8 +264,9 @@ class PreallocatedLayer(PackedLayer):
 
         Raises ValueError unless there is room for the queries: the step that they are of may be in a graph.
         """
+        self._flatten_loaded()
         self.storage.announce(query_length)
-        is_step = query_length == 1 and self.storage.states is not None  # a prompt may have one token, too
+        is_step = query_length == 1 and self.flat is not None  # a prompt may have one token, too
         return (self.max_cache_len if is_step else self.storage.length + query_length), 0
 
     def get_max_length(self) -> int:
@@ -306,30 +323,6 @@ class PreallocatedHybridLayer(PackedHybridLayer, PreallocatedLayer):  # type: ig
 
     is_compileable = True
     is_croppable = False
-
-
-def _not_to_be_set(name: str) -> AttributeError:
-    return AttributeError(
-        f"expected no assignment to the {name} of a packed layer, which are derived from its bits; change keys and "
-        "values before update(), remove tokens by crop() and sequences by batch_select_indices(), or use a DynamicCache"
-    )
-
-
-def newest_pair(layer: Any) -> Pair | None:
-    """The memory of a cache layer's newest keys and values, [B, H_kv, slots, D] each; None before any.
-
-    Of a packed layer, or of one of transformers' own.
-    """
-    if isinstance(layer, PackedLayer):
-        return layer.storage.newest
-    keys = getattr(layer, "keys", None)
-    return (keys, layer.values) if isinstance(keys, torch.Tensor) and keys.numel() else None
-
-
-def newest_keys(layer: Any) -> torch.Tensor | None:
-    """The keys of `newest_pair`."""
-    pair = newest_pair(layer)
-    return None if pair is None else pair[0]
 
 
 def packed_layer(kind: str, storage: LayerStorage, caller: Caller, replaced: Any) -> PackedLayer:

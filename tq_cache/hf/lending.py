@@ -1,50 +1,36 @@
-"""Whether a cache that was lent to a call can still be seen by anybody, so that its memory must not be used again.
+"""Lending a preallocated cache to a call, so that it shows when nobody has it any more.
 
-A `copy.copy` of the cache, its list of layers, a layer, tensors of a layer and views of them may all outlive the cache.
-Counts of references tell: an object that nobody else has is referred to by what it is a part of, and nothing more.
+A call gets a twin of the cache: objects of their own for the cache and each of its layers, over the same state.
+Whoever keeps the twin, a `copy.copy` of it, its list of layers or a layer keeps one of these objects alive.  What a
+packed layer hands out as `keys` and `values` are copies.  Tensors of transformers' own layers are the memory itself,
+as in a StaticCache.
 """
 
-import sys
-from collections import Counter
-from typing import Any
-
-import torch
-
-from ..compat import storage_users
-from .layers import PackedLayer, PreallocatedLayer
-
-Parts = list[tuple[Any, int]]  # objects, and how many references to each the cache accounts for
+import copy
+import weakref
+from typing import Any, NamedTuple
 
 
-def is_seen(owner: tuple[Any, ...]) -> bool:
-    """Whether anybody but `owner`, whose first element is a cache, refers to the cache, its parts or its memory.
+class Loan(NamedTuple):
+    """What a call was given, referred to weakly: the cache and its layers."""
 
-    The caller must have no variable that does.  What is in garbage cycles counts as seen until it is collected.
-    """
-    parts = _parts(owner[0])
-    if any(count > _UNSEEN for count in _unaccounted(parts)):
-        return True
-    return any(storage_users(part) > 1 for part, _ in parts if isinstance(part, torch.Tensor))
+    parts: "tuple[weakref.ref[Any], ...]"
 
-
-def _parts(cache: Any) -> Parts:
-    """The cache, its layers, their storages and tensors."""
-    parts: Parts = [(cache, 1), (cache.layers, 1)]
-    for layer in cache.layers:
-        parts.append((layer, 1))
-        flat: Counter[int] = Counter()
-        if isinstance(layer, PreallocatedLayer) and layer.flat is not None:
-            flat.update(id(x) for x in (*layer.flat.buffers, *layer.flat.calibration, layer.flat.num_tokens))
-        if isinstance(layer, PackedLayer):
-            parts.append((layer.storage, 1))
-            parts += [(tensor, 1 + flat[id(tensor)]) for tensor in layer.storage.tensors()]
-        else:
-            parts += [(part, 1) for part in vars(layer).values() if isinstance(part, torch.Tensor)]
-    return parts
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody still has a part of it."""
+        return any(part() is not None for part in self.parts)
 
 
-def _unaccounted(parts: Parts) -> list[int]:
-    return [sys.getrefcount(part) - owners for part, owners in parts]
+def lend(cache: Any) -> tuple[Any, Loan]:
+    """A twin of a cache, and whether somebody has it."""
+    twin = copy.copy(cache)
+    twin.layers = [_twin(layer) for layer in cache.layers]
+    return twin, Loan(tuple(weakref.ref(part) for part in (twin, *twin.layers)))
 
 
-_UNSEEN = _unaccounted([(object(), 0)])[0]  # those of the list and of the loop
+def _twin(layer: Any) -> Any:
+    """Another object with the very attributes of a layer: what one sets, the other has."""
+    twin = layer.__class__.__new__(layer.__class__)
+    twin.__dict__ = layer.__dict__
+    return twin

@@ -10,7 +10,7 @@ from ..storage.base import round_up
 from ..storage.checks import alike, check_states
 from ..storage.growing import UNLIMITED
 from ..storage.room import Room, more_room, resize, tokens_after
-from .layers import Pair, PreallocatedLayer
+from .layers import PackedLayer, Pair, PreallocatedLayer
 
 
 class WithRoom:
@@ -42,6 +42,12 @@ class WithRoom:
                 resize(layer.storage, room.tokens, self._newest(plan))
                 layer.flatten()
 
+    def _room_now(self, room: Room) -> Room:
+        """The room there is, which a twin of this cache, over the same layers, may have made larger."""
+        layers = [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+        tokens = layers[0].storage.max_length if layers else room.tokens
+        return Room(tokens, room.limit, room.reason if tokens < room.limit else "")
+
     def _newest(self, plan: LayerPlan) -> int:
         """A layer's residual_length.  Where nothing is packed all tokens count as newest: no copy at each step."""
         if plan.preset is not None:
@@ -59,7 +65,7 @@ class WithRoom:
         if not isinstance(layer, PreallocatedLayer):
             return
         storage = layer.storage
-        room = room._replace(tokens=storage.max_length)  # a shallow copy of this cache may have made more
+        room = self._room_now(room)
         needed = tokens_after(storage, storage._announced if announced else storage._admitted, count)
         if needed > room.tokens:
             newest = storage.newest
@@ -84,3 +90,20 @@ class WithRoom:
             layer.renew(keys, values)
         else:
             self.layers[layer_idx] = own_layers(self.config, self._max_cache_len)[layer_idx]
+
+
+def newest_pair(layer: Any) -> Pair | None:
+    """The memory of a cache layer's newest keys and values, [B, H_kv, slots, D] each; None before any.
+
+    Of a packed layer, or of one of transformers' own.
+    """
+    if isinstance(layer, PackedLayer):
+        return layer.storage.newest
+    keys = getattr(layer, "keys", None)
+    return (keys, layer.values) if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+
+def newest_keys(layer: Any) -> torch.Tensor | None:
+    """The keys of `newest_pair`."""
+    pair = newest_pair(layer)
+    return None if pair is None else pair[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..hf.layers import newest_keys
+from ..hf.room import newest_keys
 from ..parallel import rank_and_world, share_of_heads
 from ..planning.geometry import kv_heads
 from .folder import Writer, new_save, write_header

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..compat import outside_graph
-from ..hf.layers import PackedLayer, newest_keys
+from ..hf.layers import PackedLayer
+from ..hf.room import newest_keys
 from ..version import __version__
 from .load import Place, load
 from .own_layers import place_window
