@@ -115,8 +115,11 @@ class CompiledMachine(PreallocatedMachine):
         return self.compiled(keys, values, query, mask).clone()  # the next step writes where it is
 
 
-def run(machine: Any, sequences: int, part: int = 0, steps: int = 12) -> None:
-    """Run so many sequences of random operations, the same ones for the same part and the same `--seed`."""
+def run(machine: Any, sequences: int, part: int = 0, steps: int = 12, shrinks: bool = True) -> None:
+    """Run this number of sequences of random operations, the same ones for the same part and the same `--seed`.
+
+    shrinks: whether a failure is made as short as it can be, which takes minutes
+    """
     seed = 1000 * int(os.environ.get("TQ_TEST_SEED", "0")) + part
     print(f"{machine.__name__}: {sequences} sequences of seed {seed}", file=sys.stderr)
     settings = hypothesis.settings(
@@ -126,7 +129,7 @@ def run(machine: Any, sequences: int, part: int = 0, steps: int = 12) -> None:
         deadline=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
     )
     gc.freeze()  # `enable` collects what is left of a call: not all that was imported, each time
     try:
