@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import transformers
 from architectures import build
 
 import tq_cache
@@ -13,7 +12,7 @@ from tq_cache import compat
 @pytest.fixture
 def version(monkeypatch):
     compat.warn_if_untested.cache_clear()
-    yield lambda name: monkeypatch.setattr(transformers, "__version__", name)
+    yield lambda name: monkeypatch.setattr(compat.transformers, "__version__", name)  # a lazy module may be replaced
     compat.warn_if_untested.cache_clear()
 
 

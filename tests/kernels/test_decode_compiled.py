@@ -126,6 +126,7 @@ def test_compiles():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sink_tokens_compile_for_amd():
     """Triton 3.6 takes no pointer there that was chosen between two tensors, nor one that leaves a branch."""
     ((compiled, _),) = run_script(__file__, "gfx942", "few")

@@ -29,6 +29,7 @@ def check(names):
     assert all(error < 1e-3 for _, error in lines), lines
 
 
+@pytest.mark.slow
 def test_nan_is_seen_or_hidden():
     check(FAST)
 

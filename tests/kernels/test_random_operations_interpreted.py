@@ -47,6 +47,7 @@ def interpret(sequences: str, part: str, *machines: str) -> None:
         print_line(machine)
 
 
+@pytest.mark.slow
 def test_kernels_keep_a_list_of_tokens():
     assert len(run_script(__file__, "interpret", "5", "0", *MACHINES, interpret=True)) == len(MACHINES)
 
