@@ -227,9 +227,11 @@ def _mean(masked: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, tor
 
     A value with NaN or inf makes NaN of both for queries that see it; others it does not reach, as 0 times NaN would.
     """
-    spoiled = ~values.isfinite().all(dim=-1)
-    masked = masked.masked_fill(spoiled[:, :, None, None] & (masked != -torch.inf), torch.nan)
-    out = _softmax(masked, dim=-1).flatten(2, 3) @ values.masked_fill(spoiled[..., None], 0.0)
+    out = _softmax(masked, dim=-1).flatten(2, 3) @ values
+    if torch.compiler.is_compiling() or not bool(out.isfinite().all()):  # looking at every value takes longer
+        spoiled = ~values.isfinite().all(dim=-1)
+        masked = masked.masked_fill(spoiled[:, :, None, None] & (masked != -torch.inf), torch.nan)
+        out = _softmax(masked, dim=-1).flatten(2, 3) @ values.masked_fill(spoiled[..., None], 0.0)
     return out.unflatten(2, masked.shape[2:4]), torch.logsumexp(masked, dim=-1)
 
 
