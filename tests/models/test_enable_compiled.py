@@ -212,7 +212,8 @@ def test_no_limit_reserves_what_the_model_has_positions_for_and_grows(model, nam
     assert torch.equal(out, expected)
     enabled.undo()
     assert "384 tokens per sequence, of" in repr(enabled)  # what there was
-    assert enabled.makers[0]._held == [] and enabled.report().layers[0].tokens == 199
+    assert enabled.makers[0]._held == []
+    assert max(layer.tokens for layer in enabled.report().layers) == 199
 
 
 @pytest.mark.slow
