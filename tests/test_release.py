@@ -93,7 +93,7 @@ def check_what_an_index_shows(dist: Path) -> None:
 
 
 def check_what_the_wheel_holds(dist: Path) -> None:
-    """Both packages and nothing else, in less than 7 MB."""
+    """The three packages and nothing else, in less than 7 MB."""
     (path,) = dist.glob("*.whl")
     assert path.stat().st_size < 7e6
     names = zipfile.ZipFile(path).namelist()
