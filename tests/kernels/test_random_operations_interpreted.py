@@ -52,12 +52,6 @@ def test_kernels_keep_a_list_of_tokens():
     assert len(run_script(__file__, "interpret", "5", "0", *MACHINES, interpret=True)) == len(MACHINES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(1, 5))
-@pytest.mark.parametrize("machine", MACHINES)
-def test_kernels_keep_a_list_of_tokens_for_long(machine, part):
-    assert run_script(__file__, "interpret", "25", str(part), machine, interpret=True)
-
 
 if __name__ == "__main__":
     interpret(*sys.argv[2:])
