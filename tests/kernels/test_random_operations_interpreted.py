@@ -52,6 +52,5 @@ def test_kernels_keep_a_list_of_tokens():
     assert len(run_script(__file__, "interpret", "5", "0", *MACHINES, interpret=True)) == len(MACHINES)
 
 
-
 if __name__ == "__main__":
     interpret(*sys.argv[2:])
