@@ -49,7 +49,7 @@ class PackedLayer(DynamicLayer):
         self.is_initialized = False
         # The first token held that came with gradients, which no layer keeps.
         self.gradients_lost_from: int | None = None
-        self._first: KVView | None = None  # of the first update, while nothing else has happened since
+        self._first: object | None = None  # a mark of the first update, while nothing else has happened since
 
     # keys and values are derived, never held
     @property
@@ -93,8 +93,8 @@ class PackedLayer(DynamicLayer):
         view = self.storage.append(key_states, value_states, queries_follow=bool(reads_bits))
         self._first = None
         if not reads_bits and self.storage.packs and view.length == key_states.shape[2]:
-            self._first = view
-            view = replace(view, observe=partial(self._begin_again, view))
+            self._first = mark = object()  # not the view, whose exact tokens would stay in memory
+            view = replace(view, observe=partial(self._begin_again, view, mark))
         if torch.is_grad_enabled():
             reads_bits = reads_bits and not self._takes_gradients(key_states, value_states)
             lost = self._lose_gradients(key_states, value_states, view.length - key_states.shape[2])
@@ -124,9 +124,9 @@ class PackedLayer(DynamicLayer):
             self.gradients_lost_from = start
         return lost
 
-    def _begin_again(self, view: KVView, query: torch.Tensor | None, *shown: Any) -> None:
+    def _begin_again(self, view: KVView, mark: object, query: torch.Tensor | None, *shown: Any) -> None:
         """The first tokens were packed by keys alone, and their queries come all the same: pack them by these."""
-        if query is not None and self._first is view:
+        if query is not None and self._first is mark:
             self.storage.clear()
             again = self.storage.append(view.tail_keys, view.tail_values, queries_follow=True)
             if again.observe is not None:
