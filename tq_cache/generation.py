@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from .cache import TurboQuantCache
 from .compat import decoder_config, warn_if_untested
 from .hf.last_call import COMPILED, LastCall, why_eager, why_growing
-from .hf.lending import Loan, lend
+from .hf.leasing import Lease, lease
 from .hf.switch import AttentionBefore, set_attention, still_reads_packed
 from .hf.wrapped import check_generates, unwrapped, warn_of_own_cache
 from .planning.geometry import model_geometry
@@ -103,12 +103,12 @@ class Enabled:
 
 
 class Held(NamedTuple):
-    """Preallocated memory: its cache, tokens that it may hold, what it was made for, and the loan to the last call."""
+    """Preallocated memory: its cache, tokens that it may hold, what it was made for, and the lease of the last call."""
 
     cache: TurboQuantCache
     room: int
     made_for: tuple[Any, ...]
-    loan: Loan
+    lease: Lease
 
 
 class CacheMaker:
@@ -226,9 +226,9 @@ class CacheMaker:
         except IndexError:
             held = None
         made_for = self._made_for(sequences)
-        if held is not None and held.loan.is_held:
+        if held is not None and held.lease.is_held:
             gc.collect()  # a compilation leaves cycles that nobody needs, with the cache in them
-        if held is not None and (held.made_for != made_for or held.loan.is_held):
+        if held is not None and (held.made_for != made_for or held.lease.is_held):
             held = None
         most = max(most, self.least_room or 0)
         if held is None or held.room < most:
@@ -238,8 +238,8 @@ class CacheMaker:
         else:
             room, cache = held.room, held.cache
             cache.reset()
-        lent, loan = lend(cache)
-        self._held[:] = [Held(cache, room, made_for, loan)]
+        lent, given = lease(cache)
+        self._held[:] = [Held(cache, room, made_for, given)]
         return lent
 
     def _reserve(self, cache: TurboQuantCache, sequences: int, limit: int) -> None:

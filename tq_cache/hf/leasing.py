@@ -1,4 +1,4 @@
-"""Lending a preallocated cache to a call, so that it shows when nobody has it any more.
+"""Leasing a preallocated cache to a call, so that it shows when nobody has it any more.
 
 A call gets a twin of the cache: objects of their own for the cache and each of its layers, over the same state.
 Whoever keeps the twin, a `copy.copy` of it, its list of layers or a layer keeps one of these objects alive.  What a
@@ -11,7 +11,7 @@ import weakref
 from typing import Any, NamedTuple
 
 
-class Loan(NamedTuple):
+class Lease(NamedTuple):
     """What a call was given, referred to weakly: the cache and its layers."""
 
     parts: "tuple[weakref.ref[Any], ...]"
@@ -22,11 +22,11 @@ class Loan(NamedTuple):
         return any(part() is not None for part in self.parts)
 
 
-def lend(cache: Any) -> tuple[Any, Loan]:
+def lease(cache: Any) -> tuple[Any, Lease]:
     """A twin of a cache, and whether somebody has it."""
     twin = copy.copy(cache)
     twin.layers = [_twin(layer) for layer in cache.layers]
-    return twin, Loan(tuple(weakref.ref(part) for part in (twin, *twin.layers)))
+    return twin, Lease(tuple(weakref.ref(part) for part in (twin, *twin.layers)))
 
 
 def _twin(layer: Any) -> Any:
